@@ -1,0 +1,37 @@
+"""Real sleep mode. Each case is an engine in a process of its own."""
+
+import pytest
+import torch
+
+from tests.support.scenario import Scenario, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_three_cycles(runner: str, eager: bool) -> None:
+    scenario = Scenario(cycles=3, on_gpu=True, engine={"enforce_eager": eager})
+    report = run(scenario, VLLM_USE_V2_MODEL_RUNNER="1" if runner == "V2" else "0")
+    assert report.distinct_answers == 3
+    assert report.pool_tensors > 60
+    assert len(report.cycles) == 3
+    assert report.right, report
+
+
+def test_without_the_package_it_breaks() -> None:
+    report = run(Scenario(cycles=1, on_gpu=True), plugins="none")
+    assert not report.right, report
+
+
+@pytest.mark.parametrize("part", ["view", "reset"])
+def test_each_part_is_needed(part: str) -> None:
+    assert not run(Scenario(cycles=1, on_gpu=True, take_out=(part,))).right
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("take_out", [(), ("mapping",)], ids=["whole", "mapping taken out"])
+def test_two_ranks_with_lora_on_lm_head(take_out: tuple[str, ...]) -> None:
+    report = run(Scenario(cycles=3, on_gpu=True, engine={"tensor_parallel_size": 2}, take_out=take_out))
+    assert report.logits_mappings == [512]
+    assert report.right is not bool(take_out), report

@@ -1,0 +1,190 @@
+"""One engine through several sleep cycles, in a process of its own; what was seen comes back as JSON.
+
+    python -m tests.support.scenario '{"cycles": 2}' out.json
+
+Which plugins the engine loads is the caller's choice (``VLLM_PLUGINS``), so the same scenario runs with the package and
+without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROMPTS = ("The quick brown fox", "What is the capital of France?", "def add(left: int")
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Scenario:
+    """What to run. `take_out` names parts of the package to disable (`PoolInspector.take_out`)."""
+
+    family: str = "llama"
+    adapters: int = 2
+    cycles: int = 2
+    max_tokens: int = 16
+    engine: dict[str, Any] = field(default_factory=dict)
+    take_out: tuple[str, ...] = ()
+    on_gpu: bool = False
+
+
+@dataclass
+class Cycle:
+    """What one cycle showed. `same`: answers equal to those before the first sleep, by who answered."""
+
+    same: dict[str, bool] = field(default_factory=dict)
+    bytes_differ: list[str] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def right(self) -> bool:
+        return self.error is None and self.bytes_differ == [] and bool(self.same) and all(self.same.values())
+
+
+@dataclass
+class Report:
+    pool_tensors: int
+    logits_mappings: list[int]
+    distinct_answers: int
+    cycles: list[Cycle]
+
+    @property
+    def right(self) -> bool:
+        return all(cycle.right for cycle in self.cycles)
+
+
+def run(scenario: Scenario, plugins: str = "lora_reload", timeout: float = 500, **env: str) -> Report:
+    """Run `scenario` in a fresh process.
+
+    Args:
+        plugins: value of ``VLLM_PLUGINS``.
+        timeout: seconds.
+        env: more environment variables.
+
+    Raises:
+        RuntimeError: the process failed before it could report; the message ends with its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "report.json")
+        environ = os.environ | {"VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"} | env
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "tests.support.scenario", json.dumps(dataclasses.asdict(scenario)), str(out)]
+        done = subprocess.run(command, env=environ, cwd=ROOT, timeout=timeout, capture_output=True, text=True)
+        if not out.exists():
+            raise RuntimeError(f"exit status {done.returncode}\n{(done.stdout + done.stderr)[-8000:]}")
+        report = json.loads(out.read_text())
+    return Report(**(report | {"cycles": [Cycle(**cycle) for cycle in report["cycles"]]}))
+
+
+def engine_args(scenario: Scenario, checkpoint: Path) -> dict[str, Any]:
+    """Arguments for ``LLM``.
+
+    One LoRA slot more than adapters: on the CPU, vLLM's logits kernel adds the last slot to requests without adapter.
+    """
+    args: dict[str, Any] = dict(
+        model=str(checkpoint),
+        enable_lora=True,
+        max_loras=scenario.adapters + 1,
+        max_lora_rank=16,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+    if scenario.on_gpu:
+        args |= dict(
+            worker_extension_cls="tests.support.pool.PoolExtension", enable_sleep_mode=True, gpu_memory_utilization=0.2
+        )
+    else:
+        args |= dict(worker_cls="tests.support.pool.PoolLossWorker")
+    return args | scenario.engine
+
+
+def observe(scenario: Scenario, folder: Path) -> Report:
+    """Make checkpoint and adapters in `folder`, start the engine, run the cycles."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from .checkpoints import make_adapter, make_checkpoint
+
+    checkpoint = make_checkpoint(folder / "model", scenario.family)
+    requests: dict[str, Any] = {"base": None}
+    for number in range(1, scenario.adapters + 1):
+        path = make_adapter(folder / f"adapter{number}", checkpoint, seed=number)
+        requests[f"adapter {number}"] = LoRARequest(f"adapter{number}", number, str(path))
+    llm = LLM(**engine_args(scenario, checkpoint))
+    greedy = SamplingParams(temperature=0, max_tokens=scenario.max_tokens, ignore_eos=True)
+
+    def answers() -> dict[str, list[list[int]]]:
+        return {
+            name: [
+                list(o.outputs[0].token_ids)
+                for o in llm.generate(list(PROMPTS), greedy, lora_request=request, use_tqdm=False)
+            ]
+            for name, request in requests.items()
+        }
+
+    answers()  # adapters load here, so that every later call finds the engine in the same state
+    before = answers()
+    digests = llm.collective_rpc("pool_digests")
+    mappings = llm.collective_rpc("logits_mapping_sizes")[0]
+    for part in scenario.take_out:
+        llm.collective_rpc("take_out", args=(part,))
+    cycles = []
+    for _ in range(scenario.cycles):
+        cycles.append(cycle := Cycle())
+        steps: dict[str, Callable[[], Any]] = {
+            "sleep": lambda: llm.sleep(level=2),
+            "wake weights": lambda: llm.wake_up(["weights"]),
+            "reload": lambda: llm.collective_rpc("reload_weights"),
+            "wake kv_cache": lambda: llm.wake_up(["kv_cache"]),
+        }
+        try:
+            for step, action in steps.items():
+                start = time.perf_counter()
+                action()
+                cycle.seconds[step] = time.perf_counter() - start
+            now = llm.collective_rpc("pool_digests")
+            cycle.bytes_differ = [
+                f"rank {rank}: {name}"
+                for rank, (old, new) in enumerate(zip(digests, now, strict=True))
+                for name in old
+                if new[name] != old[name]
+            ]
+            start = time.perf_counter()
+            after = answers()
+            cycle.seconds["answers"] = time.perf_counter() - start
+            cycle.same = {name: after[name] == before[name] for name in requests}
+        except Exception as error:
+            cycle.error = f"{type(error).__name__}: {error}"[:1000]
+            break
+    return Report(
+        pool_tensors=len(digests[0]),
+        logits_mappings=mappings,
+        distinct_answers=len({json.dumps(answer) for answer in before.values()}),
+        cycles=cycles,
+    )
+
+
+def main(config: str, out: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = observe(Scenario(**json.loads(config)), Path(folder))
+    Path(out).write_text(json.dumps(dataclasses.asdict(report)))
+    # An engine whose model is broken can hang on its way out.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

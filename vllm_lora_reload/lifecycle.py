@@ -1,0 +1,59 @@
+"""Where a worker stands in the cycle of sleeping, waking and loading.
+
+      COMPLETE --sleep(1)--> OFFLOADED --wake_up--> COMPLETE
+      COMPLETE --sleep(2)--> DISCARDED --wake_up--> MISSING --a load succeeds--> COMPLETE
+      any awake state --a load fails after it wrote something--> MISSING
+
+`OFFLOADED` keeps what it was: a worker that sleeps at level 1 while weights are missing wakes up `MISSING`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class State(enum.Enum):
+    COMPLETE = "complete"
+    OFFLOADED = "offloaded"
+    DISCARDED = "discarded"
+    MISSING = "missing"
+
+
+@dataclass
+class Lifecycle:
+    """One per worker. ``reason`` says why base weights are missing, in words for the person who reads the error."""
+
+    asleep: int = 0
+    reason: str | None = None
+
+    @property
+    def state(self) -> State:
+        if self.asleep:
+            return State.OFFLOADED if self.asleep == 1 else State.DISCARDED
+        return State.MISSING if self.reason else State.COMPLETE
+
+    def slept(self, level: int) -> None:
+        self.asleep = max(self.asleep, level)
+        if level >= 2:
+            self.reason = "sleep(level=2) discarded them and nothing has loaded them since"
+
+    def woke(self) -> None:
+        self.asleep = 0
+
+    def loaded(self) -> None:
+        self.reason = None
+
+    def load_failed(self, error: BaseException, wrote: bool) -> None:
+        """A load that failed before its first tensor leaves the weights as they were."""
+        if wrote or self.reason:
+            self.reason = f"the last load failed: {type(error).__name__}: {error}"
+
+    def error(self) -> str | None:
+        """Why a request cannot be answered now, and what mends it; None if it can."""
+        if self.reason is None:
+            return None
+        return (
+            f"base weights are missing: {self.reason}. Load them with "
+            'collective_rpc("reload_weights"), a weight transfer, or model.load_weights(...), then send the request again.'
+        )

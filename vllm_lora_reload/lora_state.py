@@ -1,0 +1,84 @@
+"""LoRA state: every device tensor that wrappers, adapter manager and punica own and no weight loader fills.
+
+Two kinds. *Stacks* hold adapters, one LoRA slot after another; they are rebuilt from the adapters in host memory.
+Everything else (punica metadata, small tensors beside the stacks) is *metadata*: a few hundred kilobytes, kept on the
+host at sleep and copied back. The logits mapping is rebuilt by its layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import seams
+from .tensors import storage_key, tensors_of, whole_storage
+
+
+class LoRAState:
+    """The LoRA state of one model on one worker.
+
+    Args:
+        model: the wrapped model.
+        manager: its ``LoRAModelManager``.
+        device: where the model runs; host tensors of a GPU worker (flags for kernels) are never lost.
+    """
+
+    def __init__(self, model: nn.Module, manager: Any, device: torch.device) -> None:
+        self.manager = manager
+        wrapper_class = seams.base_layer_with_lora()
+        self.wrappers = [module for module in model.modules() if isinstance(module, wrapper_class)]
+        self.logits_processors = [
+            wrapper for wrapper in self.wrappers if hasattr(wrapper, "reset_sharded_to_full_mapping")
+        ]
+        punica = seams.punica_wrappers(manager)
+        base = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        mappings = {
+            storage_key(tensor)
+            for wrapper in self.logits_processors
+            if (tensor := wrapper.sharded_to_full_mapping_gpu) is not None
+        }
+        stacks: dict[int, torch.Tensor] = {}
+        metadata: dict[int, torch.Tensor] = {}
+        for owner in (*self.wrappers, *punica):
+            for name, tensor in tensors_of(owner):
+                key = storage_key(tensor)
+                if key not in base | mappings and tensor.device.type == device.type:
+                    (stacks if "stacked" in name else metadata)[key] = tensor
+        self.storages = stacks.keys() | metadata.keys() | mappings
+        self.stacks = [whole_storage(tensor) for tensor in stacks.values()]
+        self.metadata = [whole_storage(tensor) for key, tensor in metadata.items() if key not in stacks]
+        # vLLM leaves punica's index tensors unset until the first batch with LoRA fills a part of them, and a padded
+        # batch reads past that part: whatever stands there must be valid indices.
+        for owner in punica:
+            for _, tensor in tensors_of(owner):
+                if tensor.device.type == device.type:
+                    tensor.zero_()
+        self._initial = [tensor.cpu().clone() if tensor.any() else None for tensor in self.metadata]
+        self._saved: list[torch.Tensor | None] | None = None
+
+    def save(self) -> None:
+        """Keep the metadata in host memory as it is now, for the next `reset`."""
+        self._saved = [tensor.to("cpu", copy=True) for tensor in self.metadata]
+
+    def reset(self) -> None:
+        """Make all LoRA state right, whatever its memory holds now.
+
+        Adapters that the manager has in slots are written there again from host memory; free slots become zero. The
+        manager's bookkeeping (slot table, pins, LRU order) stays as it is. Metadata becomes what it was at the last
+        `save`, or when the model was wrapped.
+        """
+        for tensor, value in zip(self.metadata, self._saved or self._initial, strict=True):
+            tensor.zero_() if value is None else tensor.copy_(value)
+        for stack in self.stacks:
+            stack.zero_()
+        for index, adapter_id in enumerate(seams.slots(self.manager)):
+            if adapter_id is None:
+                for wrapper in self.wrappers:
+                    wrapper.reset_lora(index)
+            else:
+                seams.write_slot(self.manager, index, adapter_id)
+        for logits_processor in self.logits_processors:
+            logits_processor.reset_sharded_to_full_mapping()
+        seams.forget_mapping(self.manager)

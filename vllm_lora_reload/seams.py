@@ -1,0 +1,212 @@
+"""Every place where this package meets vLLM. No other file imports vLLM's modules or reads its private names.
+
+Seams are found by looking for the feature, never by comparing version numbers. `check` names the first one that is
+missing; it runs only in engines with LoRA.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .errors import SeamMissingError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_HOOK = "__lora_reload_hook__"
+
+
+def release() -> str:
+    """The installed vLLM release, for messages only."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def _find(module: str, name: str) -> Any:
+    """Return ``module.name``.
+
+    Raises:
+        SeamMissingError: it is not there; the message names it and the release.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as missing:
+        raise SeamMissingError(
+            f"vllm-lora-reload cannot work with vLLM {release()}: {module}.{name} is missing ({missing}). "
+            "Switch LoRA off, leave `lora_reload` out of VLLM_PLUGINS, or use a supported release."
+        ) from missing
+
+
+# --- Constructors that the plugin hooks ---------------------------------------------------------------------------
+
+
+def worker_class() -> Any:
+    return _find("vllm.v1.worker.worker_base", "WorkerBase")
+
+
+def engine_classes() -> tuple[Any, Any]:
+    """The offline and the asynchronous front end."""
+    return _find("vllm.v1.engine.llm_engine", "LLMEngine"), _find("vllm.v1.engine.async_llm", "AsyncLLM")
+
+
+def refuse_lora(missing: SeamMissingError) -> None:
+    """Make every later attempt to configure LoRA fail with `missing`, and leave engines without LoRA alone."""
+    config = _find("vllm.config", "LoRAConfig")
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise missing
+
+    config.__init__ = __init__
+
+
+def after_init(cls: Any, hook: Callable[[Any], None]) -> None:
+    """Call ``hook(obj)`` whenever ``cls.__init__`` has run. A second call for the same class changes nothing."""
+    init = cls.__init__
+    if hasattr(init, _HOOK):
+        return
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        hook(self)
+
+    setattr(__init__, _HOOK, hook)
+    cls.__init__ = __init__
+
+
+def extend(obj: Any, mixin: type) -> None:
+    """Put `mixin` in front of the class of this one object, as vLLM itself does with ``worker_extension_cls``.
+
+    Works for every subclass that a platform or a framework brings, and touches no other engine in the process.
+    """
+    cls = type(obj)
+    if not issubclass(cls, mixin):
+        obj.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+# --- LoRA layers --------------------------------------------------------------------------------------------------
+
+
+def base_layer_with_lora() -> Any:
+    return _find("vllm.lora.layers", "BaseLayerWithLoRA")
+
+
+def logits_processor_with_lora() -> Any:
+    return _find("vllm.lora.layers", "LogitsProcessorWithLoRA")
+
+
+def auto_weights_loader() -> Any:
+    return _find("vllm.model_executor.models.utils", "AutoWeightsLoader")
+
+
+@contextmanager
+def wrapper_classes_replaced(replace: Callable[[type], type]) -> Iterator[None]:
+    """Pass every class that vLLM chooses LoRA wrappers from through `replace`, for the length of the block.
+
+    ``from_layer`` walks the table ``_all_lora_classes``; ``from_layer_logits_processor`` names its class.
+    """
+    tables = importlib.import_module("vllm.lora.utils")
+    classes, logits = _find("vllm.lora.utils", "_all_lora_classes"), _find("vllm.lora.utils", "LogitsProcessorWithLoRA")
+    replaced = {cls: replace(cls) for cls in (*classes, logits)}
+    tables._all_lora_classes = type(classes)(replaced[cls] for cls in classes)  # type: ignore[attr-defined]
+    tables.LogitsProcessorWithLoRA = replaced[logits]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        tables._all_lora_classes = classes  # type: ignore[attr-defined]
+        tables.LogitsProcessorWithLoRA = logits  # type: ignore[attr-defined]
+
+
+# --- Model runner and adapter manager -----------------------------------------------------------------------------
+
+
+def lora_model_runner_mixin() -> Any:
+    return _find("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin")
+
+
+def engine_resets_lora() -> bool:
+    """Whether the engine itself calls ``reset_lora_state`` after a reload and a weight update (0.28 and later)."""
+    return hasattr(lora_model_runner_mixin(), "reset_lora_state")
+
+
+def adapter_manager(runner: Any) -> Any:
+    """The ``LoRAModelManager`` of a runner that has loaded its model."""
+    return runner.lora_manager._adapter_manager
+
+
+def punica_wrappers(manager: Any) -> list[Any]:
+    """The manager's punica wrappers, each once (towers of one model share theirs)."""
+    return list({id(wrapper): wrapper for wrapper in manager.punica_wrapper_mapping.values()}.values())
+
+
+def slots(manager: Any) -> list[int | None]:
+    """Adapter id by LoRA slot; None where a slot is free."""
+    return list(manager.lora_index_to_id)
+
+
+def forget_mapping(manager: Any) -> None:
+    """Make the next batch compute punica metadata anew, even if its mapping is that of the last batch."""
+    manager._last_mapping = None
+    if hasattr(manager, "_last_slot_layout"):
+        manager._last_slot_layout = None
+
+
+class _OneFreeSlot:
+    """The manager as ``activate_adapter`` sees it, with a single free slot and its own bookkeeping.
+
+    Lets vLLM's own code write an adapter into a chosen slot while pins, LRU order and slot table stay untouched.
+    """
+
+    def __init__(self, manager: Any, index: int) -> None:
+        self._manager = manager
+        self.lora_index_to_id: list[int | None] = [-1] * len(manager.lora_index_to_id)
+        self.lora_index_to_id[index] = None
+        self._active_adapters: dict[int, None] = {}
+        self._registered_adapters = manager.list_adapters()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def write_slot(manager: Any, index: int, adapter_id: int) -> None:
+    """Copy a registered adapter from host memory into LoRA slot `index` of every wrapper."""
+    activate = _find("vllm.lora.model_manager", "LoRAModelManager").activate_adapter
+    activate(_OneFreeSlot(manager, index), adapter_id)
+
+
+# --- Layerwise reload ---------------------------------------------------------------------------------------------
+
+
+def abort_layerwise_reload(model: nn.Module) -> None:
+    """Put back the running tensors of every layer that an interrupted layerwise reload left on the meta device."""
+    info_of = _find("vllm.model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO")
+    place = _find("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors")
+    for layer in model.modules():
+        info = info_of.get(layer)
+        if info is None or info.load_numel_total is None:
+            continue
+        if info.kernel_tensors is not None:
+            place(layer, info)
+        info.reset()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def check() -> None:
+    """Look for every seam that a worker needs.
+
+    Raises:
+        SeamMissingError: the first one that is missing, with its name and the release.
+    """
+    lora_model_runner_mixin(), base_layer_with_lora(), logits_processor_with_lora(), auto_weights_loader()
+    for module, name in (
+        ("vllm.lora.utils", "_all_lora_classes"),
+        ("vllm.lora.utils", "LogitsProcessorWithLoRA"),
+        ("vllm.lora.model_manager", "LoRAModelManager"),
+        ("vllm.model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO"),
+        ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
+    ):
+        _find(module, name)

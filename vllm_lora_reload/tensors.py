@@ -1,0 +1,85 @@
+"""Finding tensors that modules keep outside their registered parameters and buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def tensors_of(owner: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (attribute name, tensor) for tensors in plain attributes of `owner`.
+
+    Looks into lists, tuples, dicts and dataclasses (punica keeps metadata in one), not into submodules.
+    """
+    for name, value in vars(owner).items():
+        if name not in _REGISTERED:
+            for tensor in _tensors_in(value):
+                yield name, tensor
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if isinstance(item := getattr(value, field.name, None), torch.Tensor):
+                yield item
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage: equal for two tensors that hold bytes exactly if they share memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's storage as a flat uint8 tensor, ``[bytes]``."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+class UnregisteredTensors:
+    """Base tensors that layers, or their quantization method or attention backend, keep as plain attributes.
+
+    Level 2 loses them, no loader fills them and vLLM saves only registered buffers, so they are copied to the host at
+    sleep and back at wake-up (attention ranges, decompressed MLA projections, and the like).
+
+    Args:
+        model: the model, right after it was loaded: what is created later is not in the weights pool.
+        device: where the model runs.
+        known: storages (`storage_key`) that somebody else restores.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, known: set[int]) -> None:
+        known = known | {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        found: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            helpers = (getattr(module, name, None) for name in ("quant_method", "impl", "scheme"))
+            for owner in (module, *(helper for helper in helpers if hasattr(helper, "__dict__"))):
+                for _, tensor in tensors_of(owner):
+                    if tensor.device.type == device.type and tensor.untyped_storage().nbytes():
+                        if (key := storage_key(tensor)) not in known:
+                            found.setdefault(key, tensor)
+        self._tensors = [weakref.ref(tensor) for tensor in found.values()]
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def save(self) -> None:
+        """Copy what is still in use to host memory."""
+        alive = [whole_storage(tensor) for ref in self._tensors if (tensor := ref()) is not None]
+        self._saved = [(tensor, tensor.to("cpu", copy=True)) for tensor in alive]
+
+    def restore(self) -> None:
+        """Copy back what `save` kept, and forget it."""
+        for tensor, saved in self._saved:
+            tensor.copy_(saved)
+        self._saved = []
