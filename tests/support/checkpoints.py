@@ -254,34 +254,36 @@ def make_adapter(
     """
     config = _hf.AutoConfig.from_pretrained(checkpoint)
     targets = sorted(_default_targets(config.model_type) if target_modules is None else target_modules)
-    lora: Any = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets, inference_mode=True)
+    settings: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "inference_mode": True}
+    shapes: dict[str, torch.Size] = {}
     with torch.device("meta"):
         model = _hf.AutoModelForCausalLM.from_config(config)
         del model.config  # from it PEFT would turn expert targets into targets on transformers' fused experts
-        shapes: dict[str, torch.Size] = {}
-        if any(name.rpartition(".")[2] in targets for name, _ in model.named_modules()):
-            skeleton = peft.get_peft_model(model, lora)
+        supported = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)) and name.rpartition(".")[2] in targets
+        ]
+        if supported:
+            skeleton = peft.get_peft_model(model, peft.LoraConfig(target_modules=supported, **settings))
             state = peft.get_peft_model_state_dict(skeleton, save_embedding_layers=False)
             shapes = {name: tensor.shape for name, tensor in state.items()}
-    modules = {name.partition(".lora_")[0] for name in shapes}
+    done = {name.partition(".lora_")[0] for name in shapes}
     # transformers has no Linear modules for experts and routers: their LoRA tensors are made from the checkpoint.
     for name, shape in _checkpoint_shapes(checkpoint).items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        if module.rpartition(".")[2] in targets and module not in modules:
-            shapes[f"{module}.lora_A.weight"] = torch.Size((rank, shape[1]))
-            shapes[f"{module}.lora_B.weight"] = torch.Size((shape[0], rank))
-            modules.add(module)
-    if unknown := set(targets) - {module.rpartition(".")[2] for module in modules}:
+        path_in_peft = f"base_model.model.{name.removesuffix('.weight')}"
+        if path_in_peft.rpartition(".")[2] in targets and path_in_peft not in done:
+            shapes[f"{path_in_peft}.lora_A.weight"] = torch.Size((rank, shape[1]))
+            shapes[f"{path_in_peft}.lora_B.weight"] = torch.Size((shape[0], rank))
+            done.add(path_in_peft)
+    if unknown := set(targets) - {name.rpartition(".")[2] for name in done}:
         raise ValueError(f"{checkpoint} has no modules named {sorted(unknown)}")
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: (torch.randn(shapes[name], generator=generator) * 0.1).to(config.dtype) for name in sorted(shapes)}
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     # Written by hand: `LoraConfig.save_pretrained` writes the targets in the order of a set, that is at random.
-    settings = lora.to_dict() | {
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(checkpoint),
-        "target_modules": targets,
-    }
-    (path / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    lora: Any = peft.LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=str(checkpoint), **settings)
+    public = lora.to_dict() | {"target_modules": targets}
+    (path / "adapter_config.json").write_text(json.dumps(public, indent=2, sort_keys=True) + "\n")
     return path

@@ -94,14 +94,14 @@ class PoolInspector:
         """
         from contextlib import nullcontext
 
-        from vllm_lora_reload import runner
+        from vllm_lora_reload import session
 
         if part == "view":
-            runner.base_view = nullcontext  # type: ignore[assignment]
+            session.base_view = nullcontext  # type: ignore[assignment]
         elif part == "reset":
             self.model_runner.reset_lora_state = lambda: None
         elif part == "mapping":
-            for processor in self.model_runner.lora_state.logits_processors:
+            for processor in self.model_runner.lora_reload.lora.logits_processors:
                 processor.reset_sharded_to_full_mapping = lambda: None
         else:
             raise ValueError(part)

@@ -8,9 +8,11 @@ without it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,13 +77,20 @@ def run(scenario: Scenario, plugins: str = "lora_reload", timeout: float = 500, 
         RuntimeError: the process failed before it could report; the message ends with its output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "report.json")
+        out, log = Path(folder, "report.json"), Path(folder, "log.txt")
         environ = os.environ | {"VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"} | env
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "tests.support.scenario", json.dumps(dataclasses.asdict(scenario)), str(out)]
-        done = subprocess.run(command, env=environ, cwd=ROOT, timeout=timeout, capture_output=True, text=True)
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=sink, stderr=sink, start_new_session=True)
+            try:
+                process.wait(timeout)
+            finally:  # the engine core and its workers are processes of the same group
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if not out.exists():
-            raise RuntimeError(f"exit status {done.returncode}\n{(done.stdout + done.stderr)[-8000:]}")
+            raise RuntimeError(f"exit status {process.returncode}\n{log.read_text(errors='replace')[-8000:]}")
         report = json.loads(out.read_text())
     return Report(**(report | {"cycles": [Cycle(**cycle) for cycle in report["cycles"]]}))
 

@@ -1,0 +1,73 @@
+"""All that this package keeps for one worker, and how a load of base weights runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import seams
+from .base_view import base_view, checkpoint_names
+from .lifecycle import Lifecycle
+from .lora_state import LoRAState
+from .tensors import UnregisteredTensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+T = TypeVar("T")
+
+
+class WorkerState:
+    """Attribute ``lora_reload`` of a worker and of its model runner; they share one object.
+
+    Attributes:
+        lifecycle: where the worker stands.
+        lora: LoRA state of the model.
+        unregistered: base tensors that no loader fills.
+    """
+
+    def __init__(self, model: nn.Module, manager: Any, device: torch.device) -> None:
+        self.model = model
+        self.lifecycle = Lifecycle()
+        self.lora = LoRAState(model, manager, device)
+        self.unregistered = UnregisteredTensors(model, device, known=set(self.lora.storages))
+        self._depth = 0
+        self._tensors_given = 0
+
+    def save(self) -> None:
+        """Keep on the host what level 2 is about to discard and no load brings back."""
+        self.lora.save()
+        self.unregistered.save()
+
+    def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """The weights under checkpoint names, counted as the model takes them."""
+        for weight in checkpoint_names(weights):
+            self._tensors_given += 1
+            yield weight
+
+    @contextmanager
+    def loading(self, completes: bool = True) -> Iterator[None]:
+        """Run a load of base weights in the base view. The outermost block decides about success or failure.
+
+        After an error, wrappers and parameters are in their places again, and unless the model had been given nothing
+        yet, base weights count as missing.
+
+        Args:
+            completes: whether the weights are all there when the block ends (not so for a chunk of a transfer).
+        """
+        before = self._tensors_given
+        self._depth += 1
+        try:
+            with base_view(self.model):
+                yield
+            if completes and self._depth == 1:
+                self.lifecycle.loaded()
+        except BaseException as error:
+            if self._depth == 1:
+                seams.abort_layerwise_reload(self.model)
+                self.lifecycle.load_failed(error, wrote=self._tensors_given > before)
+            raise
+        finally:
+            self._depth -= 1
