@@ -84,7 +84,9 @@ def extend(obj: Any, mixin: type) -> None:
     """
     cls = type(obj)
     if not issubclass(cls, mixin):
-        obj.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+        obj.__class__ = type(
+            cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        )
 
 
 # --- LoRA layers --------------------------------------------------------------------------------------------------

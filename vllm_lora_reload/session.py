@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from . import seams
 from .base_view import base_view, checkpoint_names
 from .lifecycle import Lifecycle
@@ -13,7 +15,6 @@ from .lora_state import LoRAState
 from .tensors import UnregisteredTensors
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 T = TypeVar("T")
@@ -60,7 +61,8 @@ class WorkerState:
         before = self._tensors_given
         self._depth += 1
         try:
-            with base_view(self.model):
+            # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
+            with torch.no_grad(), base_view(self.model):
                 yield
             if completes and self._depth == 1:
                 self.lifecycle.loaded()

@@ -42,6 +42,7 @@ class _Family:
     `targets` are the last components of the module names that vLLM wraps with LoRA, without the routers
     (`gate`) of MoE models. `zero_centred_norms` marks norms that multiply by `1 + weight`. `embedding_std`
     is small beside what the layers add, or models with tied embeddings would only repeat their input.
+    `architecture` names vLLM's class where transformers has none: the weights then are those of `model_type`.
     """
 
     model_type: str
@@ -49,12 +50,20 @@ class _Family:
     config: dict[str, Any] = field(default_factory=dict)
     zero_centred_norms: bool = False
     embedding_std: float = 0.05
+    architecture: str | None = None
 
 
 _GEMMA = {"query_pre_attn_scalar": 64, "sliding_window": 64, "tie_word_embeddings": True}
 
 _FAMILIES: dict[str, _Family] = {
     "llama": _Family("llama", _ATTENTION + _MLP + _EMBEDDINGS),
+    # Its `load_weights` loops over `named_parameters` in every release of vLLM.
+    "minicpm": _Family(
+        "llama",
+        _ATTENTION + _MLP + _EMBEDDINGS,
+        dict(scale_emb=1, scale_depth=1.4, dim_model_base=128, num_experts=0, head_dim=32),  # head_dim is ignored
+        architecture="MiniCPMForCausalLM",
+    ),
     "qwen2": _Family("qwen2", _ATTENTION + _MLP, {"head_dim": 32}),  # vLLM's class takes hidden / heads
     "qwen3": _Family("qwen3", _ATTENTION + _MLP + _EMBEDDINGS),
     "qwen3_tied": _Family("qwen3", _ATTENTION + _MLP + _EMBEDDINGS, {"tie_word_embeddings": True}),
@@ -213,6 +222,11 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             parameter.copy_(_draw(name, parameter.shape, spec, generator))
     model.to(dtype).save_pretrained(path)
+    if spec.architecture:
+        settings_file = path / "config.json"
+        settings_file.write_text(
+            json.dumps(json.loads(settings_file.read_text()) | {"architectures": [spec.architecture]})
+        )
     tokenizer.save_pretrained(path)
     if shards != 1:
         _reshard(path, shards)

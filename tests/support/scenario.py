@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Scenario:
-    """What to run. `take_out` names parts of the package to disable (`PoolInspector.take_out`)."""
+    """What to run. `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`)."""
 
     family: str = "llama"
     adapters: int = 2
     cycles: int = 2
     max_tokens: int = 16
     engine: dict[str, Any] = field(default_factory=dict)
-    take_out: tuple[str, ...] = ()
+    control: str | None = None
     on_gpu: bool = False
 
 
@@ -59,6 +59,7 @@ class Report:
     logits_mappings: list[int]
     distinct_answers: int
     cycles: list[Cycle]
+    control: Cycle | None = None
 
     @property
     def right(self) -> bool:
@@ -92,7 +93,9 @@ def run(scenario: Scenario, plugins: str = "lora_reload", timeout: float = 500, 
         if not out.exists():
             raise RuntimeError(f"exit status {process.returncode}\n{log.read_text(errors='replace')[-8000:]}")
         report = json.loads(out.read_text())
-    return Report(**(report | {"cycles": [Cycle(**cycle) for cycle in report["cycles"]]}))
+    report["cycles"] = [Cycle(**cycle) for cycle in report["cycles"]]
+    report["control"] = Cycle(**report["control"]) if report["control"] else None
+    return Report(**report)
 
 
 def engine_args(scenario: Scenario, checkpoint: Path) -> dict[str, Any]:
@@ -146,20 +149,19 @@ def observe(scenario: Scenario, folder: Path) -> Report:
 
     answers()  # adapters load here, so that every later call finds the engine in the same state
     before = answers()
-    digests = llm.collective_rpc("pool_digests")
+    pool_tensors = len(llm.collective_rpc("pool_digests")[0])
     mappings = llm.collective_rpc("logits_mapping_sizes")[0]
-    for part in scenario.take_out:
-        llm.collective_rpc("take_out", args=(part,))
-    cycles = []
-    for _ in range(scenario.cycles):
-        cycles.append(cycle := Cycle())
-        steps: dict[str, Callable[[], Any]] = {
-            "sleep": lambda: llm.sleep(level=2),
-            "wake weights": lambda: llm.wake_up(["weights"]),
-            "reload": lambda: llm.collective_rpc("reload_weights"),
-            "wake kv_cache": lambda: llm.wake_up(["kv_cache"]),
-        }
+    steps: dict[str, Callable[[], Any]] = {
+        "sleep": lambda: llm.sleep(level=2),
+        "wake weights": lambda: llm.wake_up(["weights"]),
+        "reload": lambda: llm.collective_rpc("reload_weights"),
+        "wake kv_cache": lambda: llm.wake_up(["kv_cache"]),
+    }
+
+    def run_cycle() -> Cycle:
+        cycle = Cycle()
         try:
+            digests = llm.collective_rpc("pool_digests")  # punica metadata is that of the last batch, which may vary
             for step, action in steps.items():
                 start = time.perf_counter()
                 action()
@@ -177,12 +179,21 @@ def observe(scenario: Scenario, folder: Path) -> Report:
             cycle.same = {name: after[name] == before[name] for name in requests}
         except Exception as error:
             cycle.error = f"{type(error).__name__}: {error}"[:1000]
-            break
+        return cycle
+
+    cycles: list[Cycle] = []
+    while len(cycles) < scenario.cycles and not (cycles and cycles[-1].error):
+        cycles.append(run_cycle())
+    control = None
+    if scenario.control:
+        llm.collective_rpc("take_out", args=(scenario.control,))
+        control = run_cycle()
     return Report(
-        pool_tensors=len(digests[0]),
+        pool_tensors=pool_tensors,
         logits_mappings=mappings,
         distinct_answers=len({json.dumps(answer) for answer in before.values()}),
         cycles=cycles,
+        control=control,
     )
 
 

@@ -1,0 +1,245 @@
+"""Cycles, ways in, bad input and negative controls on a real engine in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.checkpoints import make_adapter
+from tests.support.engine import Engine
+from vllm_lora_reload import WeightsMissingError
+
+pytestmark = pytest.mark.engine
+
+
+def test_answers_depend_on_the_adapter(engine: Engine) -> None:
+    assert len({json.dumps(answer) for answer in engine.before.values()}) == 3
+    assert len(engine.digests) > 60
+
+
+def test_sleep_really_loses_the_pool(engine: Engine) -> None:
+    """The simulation itself: asleep, every tensor of the pool differs, buffers too."""
+    engine.llm.sleep(level=2)
+    lost = set(engine.differing())
+    engine.llm.wake_up()
+    in_pool = {name for name, tensor in engine.worker._named_tensors().items() if engine.worker.in_pool(tensor)}
+    assert lost == in_pool & set(engine.digests)
+    assert len(lost) > 60
+
+
+def test_three_cycles(engine: Engine) -> None:
+    for _ in range(3):
+        engine.lose_weights()
+        engine.reload()
+        assert engine.differing() == []
+        assert engine.ask() == engine.before
+
+
+def test_reload_while_awake(engine: Engine) -> None:
+    engine.reload()
+    engine.assert_whole()
+
+
+def test_level_1_changes_nothing(engine: Engine) -> None:
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    engine.assert_whole()
+
+
+def test_adapters_serve_without_their_files(engine: Engine) -> None:
+    """A reload reads no adapter from disk: trainers write them to temporary folders."""
+    folders = [engine.folder / f"adapter{number}" for number in (1, 2)]
+    for folder in folders:
+        folder.rename(folder.with_suffix(".away"))
+    try:
+        engine.lose_weights()
+        engine.reload()
+        assert engine.ask() == engine.before
+    finally:
+        for folder in folders:
+            folder.with_suffix(".away").rename(folder)
+
+
+def test_pins_order_and_slots_survive(engine: Engine) -> None:
+    manager = engine.runner.lora_manager._adapter_manager
+
+    def bookkeeping() -> Any:
+        active, registered = manager._active_adapters, manager._registered_adapters
+        return (
+            list(manager.lora_index_to_id),
+            [(list(cache.order), set(cache.pinned_items)) for cache in (active, registered)],
+            engine.runner.list_loras(),
+        )
+
+    engine.llm.llm_engine.pin_lora(2)
+    pinned = bookkeeping()
+    engine.lose_weights()
+    engine.reload()
+    assert bookkeeping() == pinned
+    for cache in (manager._active_adapters, manager._registered_adapters):
+        cache._unpin(2)
+
+
+def base_layer_names(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint under the names that a caller sees who walks the wrapped model or a PEFT model."""
+    for name, tensor in engine.checkpoint_tensors().items():
+        module, _, attribute = name.rpartition(".")
+        yield (f"{module}.base_layer.{attribute}" if "proj" in name or "embed" in name else name), tensor
+
+
+def test_reload_from_iterator_with_base_layer_names(engine: Engine) -> None:
+    engine.lose_weights()
+    names = [name for name, _ in base_layer_names(engine)]
+    assert "model.layers.0.self_attn.q_proj.base_layer.weight" in names
+    engine.reload(weights_iterator=base_layer_names(engine))
+    engine.assert_whole()
+
+
+def test_reload_in_kernel_format(engine: Engine) -> None:
+    """Names as in the wrapped model, tensors as the running model holds them."""
+    state = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
+    assert any(".base_layer." in name for name in state)
+    engine.lose_weights()
+    engine.reload(weights_iterator=iter(state.items()), is_checkpoint_format=False)
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("names", ["checkpoint", "base_layer"])
+def test_direct_load_one_tensor_a_call(engine: Engine, names: str) -> None:
+    """As TRL and OpenRLHF do it."""
+    engine.llm.sleep(level=2)
+    engine.llm.wake_up(["weights"])
+    pairs = engine.checkpoint_tensors().items() if names == "checkpoint" else base_layer_names(engine)
+    for pair in pairs:
+        engine.model.load_weights([pair])
+    engine.llm.wake_up(["kv_cache"])
+    engine.assert_whole()
+
+
+def test_wrapper_loads_fused_shards(engine: Engine) -> None:
+    """A wrapper of a fused layer delegates to the layer's own loader, where the release has one."""
+    wrapper = engine.model.model.layers[0].self_attn.qkv_proj
+    if not hasattr(wrapper.base_layer, "load_weights"):
+        pytest.skip("fused layers have no load_weights of their own in this release")
+    before = wrapper.base_layer.weight.clone()
+    wrapper.base_layer.weight.data.fill_(0)
+    shards = []
+    for shard in "qkv":
+        tensor = engine.checkpoint_tensors()[f"model.layers.0.self_attn.{shard}_proj.weight"]
+        tensor.shard_id = shard
+        shards.append(("weight", tensor))
+    assert list(wrapper.load_weights(shards)) == ["weight"] * 3
+    assert torch.equal(wrapper.base_layer.weight, before)
+
+
+def test_module_tree_is_vllms_own(engine: Engine) -> None:
+    """Outside a load, names and methods are as vLLM left them."""
+    for module in engine.model.modules():
+        for method in ("named_modules", "named_parameters", "state_dict", "get_parameter"):
+            assert getattr(type(module), method) is getattr(nn.Module, method)
+    for name, parameter in engine.model.named_parameters():
+        assert engine.model.get_parameter(name) is parameter
+    names = [name for name, _ in engine.model.named_parameters()]
+    engine.reload()
+    assert [name for name, _ in engine.model.named_parameters()] == names
+
+
+def test_requests_are_refused_until_the_weights_are_back(engine: Engine) -> None:
+    engine.lose_weights()
+    for _ in range(2):
+        with pytest.raises(WeightsMissingError, match=r"sleep\(level=2\) discarded them.*reload_weights"):
+            engine.ask("base")
+    assert engine.llm.collective_rpc("lora_reload_status")[0]["state"] == "missing"
+    engine.reload()
+    assert engine.ask() == engine.before
+
+
+# --- Bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_gone_while_awake(engine: Engine) -> None:
+    """Nothing was written yet, so the engine goes on."""
+    engine.checkpoint.rename(engine.folder / "away")
+    try:
+        with pytest.raises(Exception, match=str(engine.checkpoint)):
+            engine.reload()
+    finally:
+        (engine.folder / "away").rename(engine.checkpoint)
+    engine.assert_whole()
+
+
+def test_checkpoint_gone_after_sleep(engine: Engine) -> None:
+    engine.checkpoint.rename(engine.folder / "away")
+    engine.lose_weights()
+    try:
+        with pytest.raises(Exception, match=str(engine.checkpoint)):
+            engine.reload()
+    finally:
+        (engine.folder / "away").rename(engine.checkpoint)
+    assert engine.worker.wrapper_names() == engine.wrappers
+    assert engine.worker.meta_tensors() == []
+    with pytest.raises(WeightsMissingError, match="the last load failed"):
+        engine.ask("adapter 1")
+    engine.reload()
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "after sleep"])
+@pytest.mark.parametrize("shard", [0, 1, 2])
+def test_shard_cut_in_half(engine: Engine, shard: int, asleep: bool) -> None:
+    file = sorted(engine.checkpoint.glob("*.safetensors"))[shard]
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    if asleep:
+        engine.lose_weights()
+    with pytest.raises(Exception, match="(?i)incomplete|header|size|offset"):
+        engine.reload()
+    assert engine.worker.wrapper_names() == engine.wrappers
+    assert engine.worker.meta_tensors() == []
+    if asleep or shard > 0:
+        with pytest.raises(WeightsMissingError, match="the last load failed"):
+            engine.ask("base")
+    else:
+        assert engine.ask() == engine.before
+    file.write_bytes(whole)
+    engine.reload()
+    engine.assert_whole()
+
+
+def test_tensor_of_wrong_shape(engine: Engine) -> None:
+    tensors = engine.checkpoint_tensors()
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 5)
+    with pytest.raises(Exception, match="."):
+        engine.reload(weights_iterator=iter(tensors.items()))
+    assert engine.worker.meta_tensors() == []
+    assert engine.worker.wrapper_names() == engine.wrappers
+    with pytest.raises(WeightsMissingError):
+        engine.ask("base")
+
+
+def test_adapter_of_too_high_rank(engine: Engine) -> None:
+    from vllm.lora.request import LoRARequest
+
+    path = make_adapter(engine.folder / "high", engine.checkpoint, rank=32)
+    with pytest.raises(Exception, match="rank 32 is greater than max_lora_rank 16"):
+        engine.llm.llm_engine.add_lora(LoRARequest("high", 9, str(path)))
+    shutil.rmtree(path)
+    engine.assert_whole()
+
+
+# --- Negative control (more of them in test_processes.py) -------------------------------------------------------
+
+
+def test_without_the_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.runner, "reset_lora_state", lambda: None)
+    engine.lose_weights()
+    engine.reload()
+    assert any("stacked" in name for name in engine.differing())
+    after = engine.ask()
+    assert after["adapter 1"] != engine.before["adapter 1"]

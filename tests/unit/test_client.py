@@ -1,0 +1,193 @@
+"""The front end's guard: asks once after anything that can matter, refuses while weights are missing, else nothing."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_lora_reload import LoRAReloadError, WeightsMissingError, client, seams
+
+COMPLETE = {"state": "complete", "error": None}
+MISSING = {"state": "missing", "error": "base weights are missing: told so"}
+
+
+class Engine:
+    """A front end that notes its calls; `statuses` is what the workers answer."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.statuses: Any = [COMPLETE]
+
+    def add_request(self, request_id: str, *, priority: int = 0) -> str:
+        self.calls.append(("add", request_id, priority))
+        return f"added {request_id}"
+
+    def sleep(self, level: int = 1) -> str:
+        self.calls.append(("sleep", level))
+        return "asleep"
+
+    def wake_up(self, tags: list[str] | None = None) -> str:
+        self.calls.append(("wake", tags))
+        return "awake"
+
+    def collective_rpc(self, method: str, timeout: float | None = None) -> Any:
+        self.calls.append(("rpc", method, timeout) if timeout else ("rpc", method))
+        if isinstance(self.statuses, Exception):
+            raise self.statuses
+        return self.statuses if method == "lora_reload_status" else f"did {method}"
+
+
+class AsyncEngine:
+    """The same, all of it asynchronous."""
+
+    def __init__(self) -> None:
+        self.sync = Engine()
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sync.add_request(*args, **kwargs)
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sync.sleep(*args, **kwargs)
+
+    async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sync.wake_up(*args, **kwargs)
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sync.collective_rpc(*args, **kwargs)
+
+
+class Guarded:
+    """A guarded engine of either kind, with one way to call both."""
+
+    def __init__(self, engine: Any) -> None:
+        client.guard(engine)
+        self.engine = engine
+        self.base: Engine = engine.sync if isinstance(engine, AsyncEngine) else engine
+
+    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.engine, method)(*args, **kwargs)
+        return asyncio.run(result) if isinstance(self.engine, AsyncEngine) else result
+
+    def take(self) -> list[Any]:
+        calls, self.base.calls = self.base.calls, []
+        return calls
+
+
+@pytest.fixture(params=[Engine, AsyncEngine])
+def guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
+    return Guarded(request.param())
+
+
+STATUS = ("rpc", "lora_reload_status")
+CONTROL: list[tuple[str, Any, Callable[[Guarded], Any]]] = [
+    ("asleep", ("sleep", 2), lambda engine: engine("sleep", level=2)),
+    ("awake", ("wake", ["weights"]), lambda engine: engine("wake_up", ["weights"])),
+    (
+        "did reload_weights",
+        ("rpc", "reload_weights", 5.0),
+        lambda e: e("collective_rpc", "reload_weights", timeout=5.0),
+    ),
+]
+control = pytest.mark.parametrize(("result", "call", "do"), CONTROL, ids=["sleep", "wake_up", "collective_rpc"])
+
+
+def test_guard_picks_by_the_kind_of_engine(guarded: Guarded) -> None:
+    is_async = isinstance(guarded.engine, AsyncEngine)
+    assert isinstance(guarded.engine, client.GuardedAsyncLLM) == is_async
+    assert isinstance(guarded.engine, client.GuardedLLMEngine) != is_async
+
+
+def test_an_engine_that_never_sleeps_is_asked_nothing(guarded: Guarded) -> None:
+    for number in range(3):
+        assert guarded("add_request", f"r{number}", priority=7) == f"added r{number}"
+    assert guarded.take() == [("add", f"r{number}", 7) for number in range(3)]
+
+
+@control
+def test_controls_go_through_unchanged(guarded: Guarded, result: str, call: Any, do: Callable[[Guarded], Any]) -> None:
+    assert do(guarded) == result
+    assert guarded.take() == [call]
+
+
+@control
+def test_next_request_asks_exactly_once(guarded: Guarded, result: str, call: Any, do: Callable[[Guarded], Any]) -> None:
+    do(guarded)
+    do(guarded)
+    guarded.take()
+    guarded("add_request", "a")
+    guarded("add_request", "b")
+    assert guarded.take() == [STATUS, ("add", "a", 0), ("add", "b", 0)]
+
+
+@control
+def test_request_is_refused_while_missing(guarded: Guarded, result: str, call: Any, do: Any) -> None:
+    do(guarded)
+    guarded.take()
+    guarded.base.statuses = [MISSING]
+    for _ in range(2):
+        with pytest.raises(WeightsMissingError, match="rank 0: base weights are missing: told so"):
+            guarded("add_request", "a")
+    assert guarded.take() == [STATUS, STATUS]
+
+
+def test_request_passes_once_complete(guarded: Guarded) -> None:
+    guarded("sleep", 2)
+    guarded.base.statuses = [MISSING]
+    with pytest.raises(WeightsMissingError):
+        guarded("add_request", "a")
+    guarded.base.statuses = [COMPLETE]
+    guarded.take()
+    assert guarded("add_request", "a") == "added a"
+    assert guarded("add_request", "b") == "added b"
+    assert guarded.take() == [STATUS, ("add", "a", 0), ("add", "b", 0)]
+
+
+def test_each_cycle_is_asked_about(guarded: Guarded) -> None:
+    for _ in range(2):
+        guarded("sleep", 2)
+        guarded("wake_up")
+        guarded("collective_rpc", "reload_weights")
+        guarded("add_request", "a")
+    assert guarded.take().count(STATUS) == 2
+
+
+def test_refusal_is_a_value_error() -> None:
+    """vLLM's servers answer those with a 4xx status."""
+    assert issubclass(WeightsMissingError, ValueError) and issubclass(WeightsMissingError, LoRAReloadError)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "message"),
+    [
+        ([COMPLETE, MISSING], f"rank 1: {MISSING['error']}"),
+        ([MISSING, MISSING, COMPLETE], f"rank 0: {MISSING['error']} (and 1 more ranks)"),
+        ([COMPLETE, MISSING, MISSING, MISSING], f"rank 1: {MISSING['error']} (and 2 more ranks)"),
+    ],
+)
+def test_message_with_several_ranks(guarded: Guarded, statuses: list[Any], message: str) -> None:
+    guarded("wake_up")
+    guarded.base.statuses = statuses
+    with pytest.raises(WeightsMissingError) as refused:
+        guarded("add_request", "a")
+    assert str(refused.value) == message
+
+
+def test_unknown_state_is_asked_again(guarded: Guarded) -> None:
+    guarded("wake_up")
+    guarded.base.statuses = TimeoutError("worker is busy")
+    with pytest.raises(TimeoutError):
+        guarded("add_request", "a")
+    guarded.base.statuses = [MISSING]
+    with pytest.raises(WeightsMissingError):
+        guarded("add_request", "a")
+
+
+def test_a_failed_control_is_asked_about_too(guarded: Guarded) -> None:
+    guarded.base.statuses = RuntimeError("half way")
+    with pytest.raises(RuntimeError):
+        guarded("collective_rpc", "reload_weights")
+    guarded.base.statuses = [MISSING]
+    with pytest.raises(WeightsMissingError):
+        guarded("add_request", "a")

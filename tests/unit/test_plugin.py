@@ -1,0 +1,162 @@
+"""The entry point: light to import, idempotent, and nothing where LoRA is off."""
+
+import importlib.metadata
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import CacheConfig, LoRAConfig, VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.worker.worker_base import WorkerBase
+
+from vllm_lora_reload import SeamMissingError, plugin, seams
+from vllm_lora_reload.client import GuardedLLMEngine
+from vllm_lora_reload.worker import LoRAReloadWorker
+
+HOOKED = (WorkerBase, LLMEngine, AsyncLLM)
+ROOT = Path(__file__).parents[2]
+
+
+def _light_init(self: Any, vllm_config: Any) -> None:
+    self.vllm_config = vllm_config
+
+
+@pytest.fixture(autouse=True)
+def unhooked(monkeypatch: pytest.MonkeyPatch) -> dict[type, Callable[..., None]]:
+    """Constructors before any `register`, those of the engines replaced by one that starts nothing."""
+    init: Any = WorkerBase.__init__
+    monkeypatch.setattr(WorkerBase, "__init__", init.__wrapped__ if hasattr(init, seams._HOOK) else init)
+    for engine in (LLMEngine, AsyncLLM):
+        monkeypatch.setattr(engine, "__init__", _light_init)
+    monkeypatch.setattr(LoRAConfig, "__init__", LoRAConfig.__init__)
+    return {cls: cls.__init__ for cls in HOOKED}
+
+
+def config(lora: bool) -> VllmConfig:
+    vllm_config = VllmConfig()
+    vllm_config.lora_config = LoRAConfig() if lora else None
+    return vllm_config
+
+
+def worker(lora: bool, cls: type[WorkerBase] = WorkerBase) -> WorkerBase:
+    return cls(config(lora), local_rank=0, rank=0, distributed_init_method="")
+
+
+def test_importing_the_package_imports_neither_torch_nor_vllm() -> None:
+    command = [sys.executable, "-X", "importtime", "-c", "import vllm_lora_reload"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines}
+    assert "vllm_lora_reload" in imported
+    assert not [name for name in imported if name.partition(".")[0] in ("torch", "vllm")]
+
+
+def test_entry_point_is_installed() -> None:
+    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="lora_reload")
+    assert entry.load() is plugin.register
+
+
+def test_register_hooks_each_constructor_once(unhooked: dict[type, Callable[..., None]]) -> None:
+    plugin.register()
+    hooked: dict[type, Any] = {cls: cls.__init__ for cls in HOOKED}
+    assert all(hooked[cls] is not unhooked[cls] and hooked[cls].__wrapped__ is unhooked[cls] for cls in HOOKED)
+    plugin.register()
+    assert all(cls.__init__ is hooked[cls] for cls in HOOKED)
+
+
+@pytest.mark.parametrize("first", [*itertools.permutations(HOOKED, 1), *itertools.permutations(HOOKED, 2)])
+def test_register_leaves_hooks_that_are_there(
+    first: tuple[type, ...], unhooked: dict[type, Callable[..., None]]
+) -> None:
+    seen: list[Any] = []
+    for cls in first:
+        seams.after_init(cls, seen.append)
+    before = {cls: cls.__init__ for cls in first}
+    plugin.register()
+    assert all(cls.__init__ is before[cls] for cls in first)
+    assert all(cls.__init__ is not unhooked[cls] for cls in HOOKED)
+    plugin.register()
+    made = {cls: worker(False) if cls is WorkerBase else cls(config(False)) for cls in first}
+    assert seen == list(made.values())
+
+
+def test_each_object_is_extended_by_one_hook_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: list[Any] = []
+    engines: list[Any] = []
+    monkeypatch.setattr(plugin, "_extend_worker", workers.append)
+    monkeypatch.setattr(plugin, "_extend_engine", engines.append)
+    for _ in range(3):
+        plugin.register()
+    made = [worker(True), LLMEngine(config(True)), AsyncLLM(config(True))]
+    assert [workers, engines] == [made[:1], made[1:]]
+
+
+def test_nothing_is_extended_without_lora() -> None:
+    plugin.register()
+    assert type(worker(False)) is WorkerBase
+    assert type(LLMEngine(config(False))) is LLMEngine
+    assert type(AsyncLLM(config(False))) is AsyncLLM
+
+
+def test_worker_with_lora_is_extended() -> None:
+    plugin.register()
+    extended = worker(True)
+    assert isinstance(extended, LoRAReloadWorker) and isinstance(extended, WorkerBase)
+    assert type(extended).__name__ == "WorkerBase"
+    assert type(worker(False)) is WorkerBase
+
+
+@pytest.mark.parametrize("registered_first", [True, False])
+def test_custom_worker_is_extended(registered_first: bool) -> None:
+    if registered_first:
+        plugin.register()
+
+    class FrameworkWorker(WorkerBase):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.ready = True
+
+        def check_health(self) -> str:
+            return "mine"
+
+    plugin.register()
+    extended: Any = worker(True, FrameworkWorker)
+    assert isinstance(extended, LoRAReloadWorker) and isinstance(extended, FrameworkWorker)
+    assert extended.ready and extended.check_health() == "mine"
+    assert type(worker(False, FrameworkWorker)) is FrameworkWorker
+
+
+def test_engine_with_lora_is_guarded() -> None:
+    plugin.register()
+    engine = LLMEngine(config(True))
+    assert isinstance(engine, GuardedLLMEngine) and isinstance(engine, LLMEngine)
+    assert type(LLMEngine(config(False))) is LLMEngine
+
+
+@pytest.mark.parametrize("missing", HOOKED)
+def test_missing_class_makes_only_lora_fail(
+    missing: type, monkeypatch: pytest.MonkeyPatch, unhooked: dict[type, Callable[..., None]]
+) -> None:
+    monkeypatch.delattr(sys.modules[missing.__module__], missing.__name__)
+    plugin.register()
+    plugin.register()
+    for _ in range(2):
+        with pytest.raises(SeamMissingError) as failure:
+            LoRAConfig(max_loras=2)
+        assert f"{missing.__module__}.{missing.__name__}" in str(failure.value)
+        assert f"vLLM {seams.release()}:" in str(failure.value)
+    assert all(cls.__init__ is unhooked[cls] for cls in HOOKED)
+    assert CacheConfig() and VllmConfig().lora_config is None
+    assert type(worker(False)) is WorkerBase
+
+
+def test_seam_of_the_worker_is_asked_for_only_with_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    monkeypatch.delattr("vllm.lora.utils._all_lora_classes")
+    assert type(worker(False)) is WorkerBase
+    with pytest.raises(SeamMissingError, match=r"vllm\.lora\.utils\._all_lora_classes is missing"):
+        worker(True)

@@ -1,0 +1,194 @@
+"""How a load runs: base view, who decides about success, and what counts as a failure that wrote something."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.wrapped import Block, Wrapper
+from vllm_lora_reload import seams, session
+from vllm_lora_reload.lifecycle import State
+from vllm_lora_reload.session import WorkerState
+
+WEIGHT = ("up.base_layer.weight", 1)
+
+
+class FakeLoRA:
+    storages = {1, 2}
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.saved = 0
+
+    def save(self) -> None:
+        self.saved += 1
+
+
+class FakeUnregistered(FakeLoRA):
+    def __init__(self, *args: Any, known: set[int]) -> None:
+        super().__init__(*args)
+        self.known = known
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> WorkerState:
+    monkeypatch.setattr(session, "LoRAState", FakeLoRA)
+    monkeypatch.setattr(session, "UnregisteredTensors", FakeUnregistered)
+    return WorkerState(Block(), "manager", torch.device("cpu"))
+
+
+@pytest.fixture
+def aborted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each abort of a layerwise reload: whether the wrappers were in their places by then."""
+    calls: list[bool] = []
+    monkeypatch.setattr(seams, "abort_layerwise_reload", lambda model: calls.append(is_wrapped(model)))
+    return calls
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    return isinstance(model.up, Wrapper)
+
+
+def missing(state: WorkerState) -> WorkerState:
+    state.lifecycle.slept(2)
+    state.lifecycle.woke()
+    assert state.lifecycle.state is State.MISSING
+    return state
+
+
+def test_parts_are_made_of_the_model(state: WorkerState) -> None:
+    lora: Any = state.lora
+    unregistered: Any = state.unregistered
+    assert lora.args == (state.model, "manager", torch.device("cpu"))
+    assert unregistered.args == (state.model, torch.device("cpu")) and unregistered.known == {1, 2}
+
+
+def test_save_keeps_both_parts(state: WorkerState) -> None:
+    state.save()
+    assert state.lora.saved == state.unregistered.saved == 1  # type: ignore[attr-defined]
+
+
+def test_incoming_weights_have_checkpoint_names_and_are_taken_one_by_one(state: WorkerState) -> None:
+    taken: list[int] = []
+
+    def weights() -> Iterator[tuple[str, int]]:
+        for number in (1, 2):
+            taken.append(number)
+            yield "up.base_layer.weight", number
+
+    incoming = state.incoming(weights())
+    assert taken == []
+    assert next(incoming) == ("up.weight", 1) and taken == [1]
+    assert list(incoming) == [("up.weight", 2)]
+
+
+def test_base_view_holds_inside_only(state: WorkerState) -> None:
+    assert is_wrapped(state.model)
+    with state.loading():
+        assert not is_wrapped(state.model)
+        with state.loading():
+            assert not is_wrapped(state.model)
+        assert not is_wrapped(state.model)
+    assert is_wrapped(state.model)
+
+
+def test_success_completes(state: WorkerState) -> None:
+    with missing(state).loading():
+        assert state.lifecycle.state is State.MISSING
+    assert state.lifecycle.state is State.COMPLETE
+
+
+def test_success_of_a_part_completes_nothing(state: WorkerState) -> None:
+    with missing(state).loading(completes=False):
+        pass
+    assert state.lifecycle.state is State.MISSING
+
+
+@pytest.mark.parametrize(("outer", "after"), [(True, State.COMPLETE), (False, State.MISSING)])
+def test_outermost_block_decides_about_success(state: WorkerState, outer: bool, after: State) -> None:
+    with missing(state).loading(completes=outer):
+        for inner in (True, False):
+            with state.loading(completes=inner):
+                pass
+            assert state.lifecycle.state is State.MISSING
+    assert state.lifecycle.state is after
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such file"), KeyboardInterrupt()])
+def test_failure_before_the_first_tensor_leaves_the_state(
+    state: WorkerState, aborted: list[bool], error: BaseException
+) -> None:
+    with pytest.raises(type(error)), state.loading():
+        state.incoming([WEIGHT])  # made, but nothing taken from it
+        raise error
+    assert state.lifecycle.state is State.COMPLETE
+    assert aborted == [True] and is_wrapped(state.model)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("wrong shape"), KeyboardInterrupt()])
+def test_failure_after_the_first_tensor_means_missing(
+    state: WorkerState, aborted: list[bool], error: BaseException
+) -> None:
+    with pytest.raises(type(error)), state.loading():
+        next(state.incoming([WEIGHT]))
+        raise error
+    assert state.lifecycle.state is State.MISSING
+    message = state.lifecycle.error()
+    assert message is not None and f"{type(error).__name__}: {error}" in message
+    assert aborted == [True] and is_wrapped(state.model)
+
+
+def test_early_failure_while_missing_stays_missing_and_says_why(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(OSError), missing(state).loading():
+        raise OSError("no such file")
+    message = state.lifecycle.error()
+    assert message is not None and "OSError: no such file" in message
+
+
+def test_earlier_loads_do_not_count(state: WorkerState, aborted: list[bool]) -> None:
+    with state.loading():
+        list(state.incoming([WEIGHT]))
+    with pytest.raises(RuntimeError), state.loading():
+        raise RuntimeError
+    assert state.lifecycle.state is State.COMPLETE
+
+
+def test_tensors_given_to_an_inner_block_count(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(RuntimeError), state.loading():
+        with state.loading():
+            list(state.incoming([WEIGHT]))
+        raise RuntimeError
+    assert state.lifecycle.state is State.MISSING
+
+
+def test_inner_failure_ends_the_whole_load_once(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(RuntimeError), state.loading(), state.loading():
+        next(state.incoming([WEIGHT]))
+        raise RuntimeError
+    assert aborted == [True] and state.lifecycle.state is State.MISSING
+
+
+def test_inner_failure_that_is_handled_decides_nothing(state: WorkerState, aborted: list[bool]) -> None:
+    with missing(state).loading():
+        with pytest.raises(RuntimeError), state.loading():
+            next(state.incoming([WEIGHT]))
+            raise RuntimeError
+        assert not is_wrapped(state.model)
+    assert aborted == [] and state.lifecycle.state is State.COMPLETE
+
+
+def test_success_aborts_nothing(state: WorkerState, aborted: list[bool]) -> None:
+    with state.loading():
+        pass
+    assert aborted == []
+
+
+def test_good_load_after_a_failure_completes(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(RuntimeError), state.loading(), state.loading():
+        next(state.incoming([WEIGHT]))
+        raise RuntimeError
+    with state.loading():
+        pass
+    assert state.lifecycle.state is State.COMPLETE and state.lifecycle.error() is None

@@ -1,0 +1,326 @@
+"""The worker's part in front of small fake workers: what happens in which order, and when not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.wrapped import Block, Wrapper
+from vllm_lora_reload import seams, session
+from vllm_lora_reload.runner import LoRAReloadModelRunner
+from vllm_lora_reload.session import WorkerState
+from vllm_lora_reload.worker import LoRAReloadWorker
+
+
+class Log(list[str]):
+    def __call__(self, entry: str) -> None:
+        self.append(entry)
+
+    def take(self) -> list[str]:
+        entries = list(self)
+        self.clear()
+        return entries
+
+
+class FakePart:
+    """Stands for `LoRAState` and for `UnregisteredTensors`."""
+
+    def __init__(self, log: Log, name: str) -> None:
+        self.log, self.name = log, name
+        self.storages: set[int] = set()
+
+    def save(self) -> None:
+        self.log(f"{self.name}.save")
+
+    def restore(self) -> None:
+        self.log(f"{self.name}.restore")
+
+
+class FakeRunner:
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def reset_lora_state(self) -> None:
+        self.log("reset")
+
+
+class SingleShotWorker:
+    """What vLLM's worker does before 0.21, noted in a log. `fail` makes the next call fail, after `gives` tensors."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.model_runner: Any = FakeRunner(log)
+        self.fail: str | None = None
+        self.gives = 0
+
+    def _do(self, what: str) -> None:
+        state: WorkerState = self.lora_reload  # type: ignore[attr-defined]
+        view = "" if isinstance(state.model.up, Wrapper) else " in view"
+        self.log(what + view)
+        for _ in range(self.gives):
+            next(state.incoming([("up.weight", torch.ones(1))]))
+        if self.fail == what:
+            raise RuntimeError(f"{what} failed")
+
+    def sleep(self, level: int) -> None:
+        self._do(f"sleep {level}")
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self._do(f"wake {tags}")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._do(f"update {update_info}")
+
+
+class SessionWorker(SingleShotWorker):
+    """What it does since."""
+
+    def start_weight_update(self, *, checkpoint: bool = True) -> None:
+        self._do(f"start {checkpoint}")
+
+    def start_draft_weight_update(self) -> None:
+        self._do("start draft")
+
+    def finish_weight_update(self) -> None:
+        self._do("finish")
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+def make(cls: type[SingleShotWorker], log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(session, "LoRAState", lambda *args: FakePart(log, "lora"))
+    monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known: FakePart(log, "unregistered"))
+    monkeypatch.setattr(seams, "abort_layerwise_reload", lambda model: log("abort"))
+    monkeypatch.setattr(seams, "engine_resets_lora", lambda: False)
+    made: Any = cls(log)
+    seams.extend(made, LoRAReloadWorker)
+    made.lora_reload = WorkerState(Block(), None, torch.device("cpu"))
+    return made
+
+
+@pytest.fixture
+def worker(log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return make(SessionWorker, log, monkeypatch)
+
+
+@pytest.fixture
+def single_shot(log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return make(SingleShotWorker, log, monkeypatch)
+
+
+def discard(worker: Any) -> None:
+    """Sleep at level 2 and wake up again."""
+    worker.sleep(2)
+    worker.wake_up()
+    assert worker.lora_reload_status()["state"] == "missing"
+    worker.log.take()
+
+
+# --- Loading the model --------------------------------------------------------------------------------------------
+
+
+def test_load_model_extends_the_runner_first_and_shares_its_state() -> None:
+    class Runner:
+        pass
+
+    class Worker:
+        model_runner: Any = Runner()
+
+        def load_model(self, *, dummy: bool) -> None:
+            assert isinstance(self.model_runner, LoRAReloadModelRunner) and isinstance(self.model_runner, Runner)
+            self.model_runner.lora_reload = ("state", dummy)
+
+    worker: Any = Worker()
+    seams.extend(worker, LoRAReloadWorker)
+    worker.load_model(dummy=True)
+    assert worker.lora_reload == ("state", True)
+
+
+# --- Sleep and wake-up --------------------------------------------------------------------------------------------
+
+
+def test_level_2_saves_before_it_sleeps(worker: Any, log: Log) -> None:
+    worker.sleep(level=2)
+    assert log == ["lora.save", "unregistered.save", "sleep 2"]
+    assert worker.lora_reload_status()["state"] == "discarded"
+
+
+@pytest.mark.parametrize("args", [(), (1,)])
+def test_level_1_saves_nothing(worker: Any, log: Log, args: tuple[int, ...]) -> None:
+    worker.sleep(*args)
+    assert log == ["sleep 1"]
+    assert worker.lora_reload_status()["state"] == "offloaded"
+
+
+def test_a_failed_sleep_is_no_sleep(worker: Any) -> None:
+    worker.fail = "sleep 2"
+    with pytest.raises(RuntimeError):
+        worker.sleep(2)
+    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"], ["weights", "kv_cache"]])
+def test_waking_weights_restores_after_level_2(worker: Any, log: Log, tags: list[str] | None) -> None:
+    worker.sleep(2)
+    log.take()
+    worker.wake_up(tags)
+    assert log == [f"wake {tags}", "unregistered.restore", "reset"]
+    assert worker.lora_reload_status()["state"] == "missing"
+
+
+@pytest.mark.parametrize("tags", [["kv_cache"], []])
+def test_waking_something_else_touches_no_weights(worker: Any, log: Log, tags: list[str]) -> None:
+    worker.sleep(2)
+    log.take()
+    worker.wake_up(tags)
+    assert log.take() == [f"wake {tags}"]
+    assert worker.lora_reload_status()["state"] == "discarded"
+    worker.wake_up(["weights"])
+    assert log == ["wake ['weights']", "unregistered.restore", "reset"]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_nothing_is_restored_after_level_1(worker: Any, log: Log, level: int) -> None:
+    worker.sleep(level)
+    worker.wake_up()
+    assert log == [f"sleep {level}", "wake None"]
+    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+
+
+def test_waking_twice_restores_once(worker: Any, log: Log) -> None:
+    discard(worker)
+    worker.wake_up()
+    assert log == ["wake None"]
+
+
+def test_level_1_while_missing_stays_missing_and_restores_nothing(worker: Any, log: Log) -> None:
+    discard(worker)
+    worker.sleep(1)
+    worker.wake_up()
+    assert log == ["sleep 1", "wake None"]
+    assert worker.lora_reload_status()["state"] == "missing"
+
+
+def test_a_failed_wake_up_stays_discarded(worker: Any, log: Log) -> None:
+    worker.sleep(2)
+    log.take()
+    worker.fail = "wake None"
+    with pytest.raises(RuntimeError):
+        worker.wake_up()
+    assert log == ["wake None"]
+    assert worker.lora_reload_status()["state"] == "discarded"
+
+
+# --- Weight transfer ----------------------------------------------------------------------------------------------
+
+
+def test_session_runs_in_the_base_view_and_resets_once_at_the_end(worker: Any, log: Log) -> None:
+    discard(worker)
+    worker.start_weight_update(checkpoint=False)
+    for chunk in (1, 2):
+        worker.update_weights({"chunk": chunk})
+        assert worker.lora_reload_status()["state"] == "missing"
+    assert log.take()[1:] == ["update {'chunk': 1} in view", "update {'chunk': 2} in view"]
+    worker.finish_weight_update()
+    assert log == ["finish in view", "reset"]
+    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+
+
+def test_start_passes_its_arguments_on(worker: Any, log: Log) -> None:
+    worker.start_weight_update(checkpoint=False)
+    assert log == ["start False"]
+
+
+def test_engine_that_resets_by_itself_is_left_to_it(worker: Any, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "engine_resets_lora", lambda: True)
+    discard(worker)
+    worker.start_weight_update()
+    worker.update_weights(1)
+    worker.finish_weight_update()
+    assert "reset" not in log
+    assert worker.lora_reload_status()["state"] == "complete"
+
+
+def test_draft_session_changes_nothing(worker: Any, log: Log) -> None:
+    discard(worker)
+    worker.start_draft_weight_update()
+    worker.update_weights(1)
+    worker.finish_weight_update()
+    assert log == ["start draft", "update 1", "finish"]
+    assert worker.lora_reload_status()["state"] == "missing"
+
+
+def test_session_after_a_draft_session_is_a_full_one(worker: Any, log: Log) -> None:
+    discard(worker)
+    worker.start_draft_weight_update()
+    worker.finish_weight_update()
+    worker.start_weight_update()
+    log.take()
+    worker.update_weights(1)
+    worker.finish_weight_update()
+    assert log == ["update 1 in view", "finish in view", "reset"]
+    assert worker.lora_reload_status()["state"] == "complete"
+
+
+@pytest.mark.parametrize(("gives", "state"), [(0, "complete"), (1, "missing")])
+def test_failed_chunk(worker: Any, log: Log, gives: int, state: str) -> None:
+    worker.start_weight_update()
+    worker.fail, worker.gives = "update 1", gives
+    with pytest.raises(RuntimeError, match="update 1 failed"):
+        worker.update_weights(1)
+    assert log[-1] == "abort" and "reset" not in log
+    status = worker.lora_reload_status()
+    assert status["state"] == state
+    assert state == "complete" or "RuntimeError: update 1 failed" in status["error"]
+
+
+def test_failed_finish_resets_nothing(worker: Any, log: Log) -> None:
+    discard(worker)
+    worker.start_weight_update()
+    worker.fail = "finish"
+    with pytest.raises(RuntimeError):
+        worker.finish_weight_update()
+    assert log[-2:] == ["finish in view", "abort"]
+    status = worker.lora_reload_status()
+    assert status["state"] == "missing" and "finish failed" in status["error"]
+
+
+def test_failed_draft_chunk_is_not_about_base_weights(worker: Any, log: Log) -> None:
+    worker.start_draft_weight_update()
+    worker.fail = "update 1"
+    with pytest.raises(RuntimeError):
+        worker.update_weights(1)
+    assert "abort" not in log
+    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+
+
+def test_single_shot_update_is_a_whole_load(single_shot: Any, log: Log) -> None:
+    discard(single_shot)
+    single_shot.update_weights(1)
+    assert log == ["update 1 in view", "reset"]
+    assert single_shot.lora_reload_status() == {"state": "complete", "error": None}
+
+
+def test_failed_single_shot_update(single_shot: Any, log: Log) -> None:
+    single_shot.fail, single_shot.gives = "update 1", 1
+    with pytest.raises(RuntimeError):
+        single_shot.update_weights(1)
+    assert log == ["update 1 in view", "abort"]
+    assert single_shot.lora_reload_status()["state"] == "missing"
+
+
+# --- Status -------------------------------------------------------------------------------------------------------
+
+
+def test_status_of_a_fresh_worker(worker: Any) -> None:
+    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+
+
+def test_status_says_what_requests_are_told(worker: Any) -> None:
+    discard(worker)
+    status = worker.lora_reload_status()
+    assert status == {"state": "missing", "error": worker.lora_reload.lifecycle.error()}
+    assert "sleep(level=2)" in status["error"]
