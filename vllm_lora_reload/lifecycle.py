@@ -55,5 +55,5 @@ class Lifecycle:
             return None
         return (
             f"base weights are missing: {self.reason}. Load them with "
-            'collective_rpc("reload_weights"), a weight transfer, or model.load_weights(...), then send the request again.'
+            'collective_rpc("reload_weights"), a weight transfer or model.load_weights(...), then ask again.'
         )

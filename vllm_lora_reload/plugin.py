@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import seams
+from .errors import SeamMissingError
 
 
 def register() -> None:
@@ -19,7 +20,7 @@ def register() -> None:
     """
     try:
         worker, engines = seams.worker_class(), seams.engine_classes()
-    except seams.SeamMissingError as missing:
+    except SeamMissingError as missing:
         seams.refuse_lora(missing)
         return
     seams.after_init(worker, _extend_worker)

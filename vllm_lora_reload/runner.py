@@ -13,11 +13,13 @@ from .session import WorkerState
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-LoRAModelRunnerMixin = seams.lora_model_runner_mixin()
+if not TYPE_CHECKING:
+    LoRAModelRunnerMixin = seams.lora_model_runner_mixin()
 
 
-class LoRAReloadModelRunner(LoRAModelRunnerMixin):  # type: ignore[misc]
+class LoRAReloadModelRunner(LoRAModelRunnerMixin):
     """Mixed in before the V1 or the V2 ``GPUModelRunner`` (or a platform's own) of one worker."""
 
     lora_reload: WorkerState

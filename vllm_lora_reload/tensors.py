@@ -45,7 +45,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's storage as a flat uint8 tensor, ``[bytes]``."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class UnregisteredTensors:
@@ -67,9 +67,9 @@ class UnregisteredTensors:
             helpers = (getattr(module, name, None) for name in ("quant_method", "impl", "scheme"))
             for owner in (module, *(helper for helper in helpers if hasattr(helper, "__dict__"))):
                 for _, tensor in tensors_of(owner):
-                    if tensor.device.type == device.type and tensor.untyped_storage().nbytes():
-                        if (key := storage_key(tensor)) not in known:
-                            found.setdefault(key, tensor)
+                    on_device = tensor.device.type == device.type and tensor.untyped_storage().nbytes() > 0
+                    if on_device and storage_key(tensor) not in known:
+                        found.setdefault(storage_key(tensor), tensor)
         self._tensors = [weakref.ref(tensor) for tensor in found.values()]
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -198,7 +198,7 @@ def test_shard_cut_in_half(engine: Engine, shard: int, asleep: bool) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     if asleep:
         engine.lose_weights()
-    with pytest.raises(Exception, match="(?i)incomplete|header|size|offset"):
+    with pytest.raises(Exception, match=r"(?i)incomplete|header|size|offset"):
         engine.reload()
     assert engine.worker.wrapper_names() == engine.wrappers
     assert engine.worker.meta_tensors() == []
@@ -215,7 +215,7 @@ def test_shard_cut_in_half(engine: Engine, shard: int, asleep: bool) -> None:
 def test_tensor_of_wrong_shape(engine: Engine) -> None:
     tensors = engine.checkpoint_tensors()
     tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(3, 5)
-    with pytest.raises(Exception, match="."):
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
         engine.reload(weights_iterator=iter(tensors.items()))
     assert engine.worker.meta_tensors() == []
     assert engine.worker.wrapper_names() == engine.wrappers

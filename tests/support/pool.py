@@ -97,7 +97,7 @@ class PoolInspector:
         from vllm_lora_reload import session
 
         if part == "view":
-            session.base_view = nullcontext  # type: ignore[assignment]
+            vars(session)["base_view"] = nullcontext
         elif part == "reset":
             self.model_runner.reset_lora_state = lambda: None
         elif part == "mapping":
@@ -127,7 +127,7 @@ class PoolInspector:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
 
 
@@ -174,7 +174,7 @@ def _pool_loss_worker() -> type:
             model = self.model_runner.get_model()
             self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             for storage in self.pool.alive():
-                storage.fill_(GARBAGE)
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
 
         def wake_up(self, tags: list[str] | None = None) -> None:
             if tags is None or "weights" in tags:

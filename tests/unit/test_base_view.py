@@ -11,7 +11,7 @@ from vllm_lora_reload.base_view import base_view, checkpoint_names
 
 
 class Model(nn.Module):
-    """Two blocks; the second's `up` is a wrapper whose base layer holds another wrapper; `head` is block 0's `down`."""
+    """Two blocks. `up` of the second is a wrapper whose base layer holds another; `down` of the first is a head too."""
 
     def __init__(self, wrapped: bool = True) -> None:
         super().__init__()
@@ -19,6 +19,7 @@ class Model(nn.Module):
         inner = nn.Sequential(self.layers[1].up, nn.Linear(3, 3))
         self.layers[1].up = Wrapper(inner) if wrapped else inner
         self.head = self.layers[0].down
+        self.same_head = self.head
 
 
 def tree(model: nn.Module) -> list[tuple[str, int]]:
@@ -45,8 +46,10 @@ def test_every_parent_of_a_wrapper_sees_its_base_layer() -> None:
     model = Model()
     wrapper = model.head
     with base_view(model):
-        assert model.head is model.layers[0].down is model.layers[0].alias.proj is wrapper.base_layer
-    assert model.head is model.layers[0].down is model.layers[0].alias.proj is wrapper
+        places = model.head, model.same_head, model.layers[0].down, model.layers[0].alias.proj
+        assert all(module is wrapper.base_layer for module in places)
+    places = model.head, model.same_head, model.layers[0].down, model.layers[0].alias.proj
+    assert all(module is wrapper for module in places)
 
 
 def test_wrapper_inside_a_base_layer_is_swapped_too() -> None:

@@ -16,10 +16,9 @@ WEIGHT = ("up.base_layer.weight", 1)
 
 
 class FakeLoRA:
-    storages = {1, 2}
-
     def __init__(self, *args: Any) -> None:
         self.args = args
+        self.storages = {1, 2}
         self.saved = 0
 
     def save(self) -> None:
@@ -92,6 +91,14 @@ def test_base_view_holds_inside_only(state: WorkerState) -> None:
             assert not is_wrapped(state.model)
         assert not is_wrapped(state.model)
     assert is_wrapped(state.model)
+
+
+def test_parameters_that_require_gradients_can_be_written(state: WorkerState) -> None:
+    weight = state.model.up.base_layer.weight  # type: ignore[union-attr]
+    assert weight.requires_grad
+    with state.loading():
+        weight.copy_(torch.full((3, 2), 5.0))  # type: ignore[operator]
+    assert torch.is_grad_enabled() and (weight == 5).all()  # type: ignore[union-attr]
 
 
 def test_success_completes(state: WorkerState) -> None:

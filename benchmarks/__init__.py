@@ -1,0 +1,1 @@
+"""Benchmarks and the demo: one script a question."""
