@@ -56,14 +56,16 @@ def main() -> int:
 
     on_gpu = torch.cuda.is_available()
     engine: dict[str, Any] = {"tensor_parallel_size": args.tensor_parallel_size}
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env: dict[str, Any] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if not on_gpu and args.tensor_parallel_size > 1:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(args.tensor_parallel_size))
     print(f"{engine_release()}, torch {torch.__version__}, {args.family} of random weights, 2 adapters")
     if on_gpu:
         print(f"{torch.cuda.get_device_name()}: vLLM's own sleep mode.")
     else:
-        print(f"CPU, {os.cpu_count()} cores: no sleep mode here. SIMULATED: sleep(level=2) overwrites every tensor of the")
+        print(
+            f"CPU, {os.cpu_count()} cores: no sleep mode here. SIMULATED: sleep(level=2) overwrites every tensor of the"
+        )
         print("weights pool with 0xFF, and only what vLLM's own wake-up restores is restored.")
     print("Each cycle: sleep(level=2), wake_up(['weights']), reload_weights, wake_up(['kv_cache']), ask again.\n")
 

@@ -10,4 +10,4 @@ class SeamMissingError(LoRAReloadError, RuntimeError):
 
 
 class WeightsMissingError(LoRAReloadError, ValueError):
-    """A request came while base weights are missing. A ``ValueError``, so that vLLM's servers answer 4xx."""
+    """A request came while base weights are missing. vLLM's servers answer 4xx."""

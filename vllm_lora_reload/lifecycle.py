@@ -2,6 +2,7 @@
 
       COMPLETE --sleep(1)--> OFFLOADED --wake_up--> COMPLETE
       COMPLETE --sleep(2)--> DISCARDED --wake_up--> MISSING --a load succeeds--> COMPLETE
+      COMPLETE --a weight transfer starts--> LOADING --it finishes--> COMPLETE
       any awake state --a load fails after it wrote something--> MISSING
 
 `OFFLOADED` keeps what it was: a worker that sleeps at level 1 while weights are missing wakes up `MISSING`.
@@ -18,20 +19,34 @@ class State(enum.Enum):
     OFFLOADED = "offloaded"
     DISCARDED = "discarded"
     MISSING = "missing"
+    LOADING = "loading"
+
+
+class Transfer(enum.Enum):
+    """What an open weight transfer session updates. A draft model's weights are not this package's concern."""
+
+    MAIN = "main"
+    DRAFT = "draft"
 
 
 @dataclass
 class Lifecycle:
-    """One per worker. ``reason`` says why base weights are missing, in words for the person who reads the error."""
+    """One per worker. ``reason`` says why base weights are missing, in words for the person who reads the error.
+
+    A transfer session does not make requests fail: frameworks pause the scheduler and let them queue meanwhile.
+    """
 
     asleep: int = 0
     reason: str | None = None
+    transfer: Transfer | None = None
 
     @property
     def state(self) -> State:
         if self.asleep:
             return State.OFFLOADED if self.asleep == 1 else State.DISCARDED
-        return State.MISSING if self.reason else State.COMPLETE
+        if self.reason:
+            return State.MISSING
+        return State.LOADING if self.transfer is Transfer.MAIN else State.COMPLETE
 
     def slept(self, level: int) -> None:
         self.asleep = max(self.asleep, level)

@@ -41,14 +41,21 @@ class LoRAState:
         }
         stacks: dict[int, torch.Tensor] = {}
         metadata: dict[int, torch.Tensor] = {}
+        self._with_metadata: list[Any] = []  # wrappers that mark in a small tensor which slots are in use
         for owner in (*self.wrappers, *punica):
-            for name, tensor in tensors_of(owner):
-                key = storage_key(tensor)
-                if key not in base | mappings and tensor.device.type == device.type:
-                    (stacks if "stacked" in name else metadata)[key] = tensor
+            owned = {
+                key: (name, tensor)
+                for name, tensor in tensors_of(owner)
+                if (key := storage_key(tensor)) not in base | mappings and tensor.device.type == device.type
+            }
+            beside = {key: tensor for key, (name, tensor) in owned.items() if "stacked" not in name}
+            stacks |= {key: tensor for key, (_, tensor) in owned.items() if key not in beside}
+            metadata |= beside
+            if beside and owner not in punica:
+                self._with_metadata.append(owner)
         self.storages = stacks.keys() | metadata.keys() | mappings
         self.stacks = [whole_storage(tensor) for tensor in stacks.values()]
-        self.metadata = [whole_storage(tensor) for key, tensor in metadata.items() if key not in stacks]
+        self.metadata = [whole_storage(tensor) for tensor in metadata.values()]
         # vLLM leaves punica's index tensors unset until the first batch with LoRA fills a part of them, and a padded
         # batch reads past that part: whatever stands there must be valid indices.
         for owner in punica:
@@ -75,7 +82,7 @@ class LoRAState:
             stack.zero_()
         for index, adapter_id in enumerate(seams.slots(self.manager)):
             if adapter_id is None:
-                for wrapper in self.wrappers:
+                for wrapper in self._with_metadata:
                     wrapper.reset_lora(index)
             else:
                 seams.write_slot(self.manager, index, adapter_id)

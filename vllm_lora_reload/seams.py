@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _HOOK = "__lora_reload_hook__"
+_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def release() -> str:
@@ -50,6 +51,15 @@ def worker_class() -> Any:
 def engine_classes() -> tuple[Any, Any]:
     """The offline and the asynchronous front end."""
     return _find("vllm.v1.engine.llm_engine", "LLMEngine"), _find("vllm.v1.engine.async_llm", "AsyncLLM")
+
+
+def as_request_error(error: type[Exception]) -> type[Exception]:
+    """A subclass of `error` that ``AsyncLLM`` and the servers pass on to the caller as the request's own fault.
+
+    They do so for ``ValueError`` on releases before 0.27 and for ``VLLMClientError`` since.
+    """
+    client_error = getattr(importlib.import_module("vllm.exceptions"), "VLLMClientError", None)
+    return type(error.__name__, (error, client_error), {}) if client_error else error
 
 
 def refuse_lora(missing: SeamMissingError) -> None:
@@ -112,7 +122,7 @@ def wrapper_classes_replaced(replace: Callable[[type], type]) -> Iterator[None]:
     """
     tables = importlib.import_module("vllm.lora.utils")
     classes, logits = _find("vllm.lora.utils", "_all_lora_classes"), _find("vllm.lora.utils", "LogitsProcessorWithLoRA")
-    replaced = {cls: replace(cls) for cls in (*classes, logits)}
+    replaced = {cls: replace(cls) for cls in dict.fromkeys((*classes, logits))}
     tables._all_lora_classes = type(classes)(replaced[cls] for cls in classes)  # type: ignore[attr-defined]
     tables.LogitsProcessorWithLoRA = replaced[logits]  # type: ignore[attr-defined]
     try:
@@ -183,15 +193,21 @@ def write_slot(manager: Any, index: int, adapter_id: int) -> None:
 
 
 def abort_layerwise_reload(model: nn.Module) -> None:
-    """Put back the running tensors of every layer that an interrupted layerwise reload left on the meta device."""
-    info_of = _find("vllm.model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO")
-    place = _find("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors")
+    """Give every layer that an interrupted layerwise reload holds its running tensors and their loaders back."""
+    info_of = _find(_LAYERWISE, "LAYERWISE_INFO")
+    place = _find(_LAYERWISE, "_place_kernel_tensors")
+    original_loader = _find(_LAYERWISE, "_get_original_loader")
     for layer in model.modules():
         info = info_of.get(layer)
         if info is None or info.load_numel_total is None:
             continue
         if info.kernel_tensors is not None:
             place(layer, info)
+        for tensor in [*layer._parameters.values(), *layer._buffers.values()]:
+            if tensor is not None and hasattr(
+                tensor, "weight_loader"
+            ):  # biases stay where they are and get a wrapped loader
+                tensor.weight_loader = original_loader(tensor)
         info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
@@ -208,7 +224,8 @@ def check() -> None:
         ("vllm.lora.utils", "_all_lora_classes"),
         ("vllm.lora.utils", "LogitsProcessorWithLoRA"),
         ("vllm.lora.model_manager", "LoRAModelManager"),
-        ("vllm.model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO"),
-        ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors"),
+        (_LAYERWISE, "LAYERWISE_INFO"),
+        (_LAYERWISE, "_place_kernel_tensors"),
+        (_LAYERWISE, "_get_original_loader"),
     ):
         _find(module, name)

@@ -39,8 +39,9 @@ class WorkerState:
 
     def save(self) -> None:
         """Keep on the host what level 2 is about to discard and no load brings back."""
-        self.lora.save()
-        self.unregistered.save()
+        if not self.lifecycle.asleep:
+            self.lora.save()
+            self.unregistered.save()
 
     def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The weights under checkpoint names, counted as the model takes them."""
@@ -52,8 +53,8 @@ class WorkerState:
     def loading(self, completes: bool = True) -> Iterator[None]:
         """Run a load of base weights in the base view. The outermost block decides about success or failure.
 
-        After an error, wrappers and parameters are in their places again, and unless the model had been given nothing
-        yet, base weights count as missing.
+        After an error, wrappers and parameters are in their places again, and base weights count as missing unless
+        nothing can have been written yet.
 
         Args:
             completes: whether the weights are all there when the block ends (not so for a chunk of a transfer).
@@ -69,7 +70,10 @@ class WorkerState:
         except BaseException as error:
             if self._depth == 1:
                 seams.abort_layerwise_reload(self.model)
-                self.lifecycle.load_failed(error, wrote=self._tensors_given > before)
+                # Transfer engines also write without `load_weights`, and earlier chunks are there already.
+                wrote = self._tensors_given > before or self.lifecycle.transfer is not None
+                self.lifecycle.load_failed(error, wrote)
+                self.lifecycle.transfer = None
             raise
         finally:
             self._depth -= 1

@@ -62,21 +62,22 @@ class UnregisteredTensors:
 
     def __init__(self, model: nn.Module, device: torch.device, known: set[int]) -> None:
         known = known | {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         for module in model.modules():
             helpers = (getattr(module, name, None) for name in ("quant_method", "impl", "scheme"))
             for owner in (module, *(helper for helper in helpers if hasattr(helper, "__dict__"))):
                 for _, tensor in tensors_of(owner):
                     on_device = tensor.device.type == device.type and tensor.untyped_storage().nbytes() > 0
                     if on_device and storage_key(tensor) not in known:
-                        found.setdefault(storage_key(tensor), tensor)
-        self._tensors = [weakref.ref(tensor) for tensor in found.values()]
+                        found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
+        self._views = list(found.values())
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def save(self) -> None:
         """Copy what is still in use to host memory."""
-        alive = [whole_storage(tensor) for ref in self._tensors if (tensor := ref()) is not None]
-        self._saved = [(tensor, tensor.to("cpu", copy=True)) for tensor in alive]
+        alive = [next((tensor for ref in views if (tensor := ref()) is not None), None) for views in self._views]
+        storages = [whole_storage(tensor) for tensor in alive if tensor is not None]
+        self._saved = [(storage, storage.to("cpu", copy=True)) for storage in storages]
 
     def restore(self) -> None:
         """Copy back what `save` kept, and forget it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import seams
-from .lifecycle import State
+from .lifecycle import State, Transfer
 from .runner import LoRAReloadModelRunner
 from .session import WorkerState
 
@@ -15,7 +15,6 @@ class LoRAReloadWorker:
 
     model_runner: Any
     lora_reload: WorkerState
-    _lora_reload_draft = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         seams.extend(self.model_runner, LoRAReloadModelRunner)
@@ -37,32 +36,35 @@ class LoRAReloadWorker:
                 self.lora_reload.unregistered.restore()
                 self.model_runner.reset_lora_state()
 
-    def start_draft_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        self._lora_reload_draft = True
-        super().start_draft_weight_update(*args, **kwargs)  # type: ignore[misc]
-
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        self._lora_reload_draft = False
         super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
+        self.lora_reload.lifecycle.transfer = Transfer.MAIN
+
+    def start_draft_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        super().start_draft_weight_update(*args, **kwargs)  # type: ignore[misc]
+        self.lora_reload.lifecycle.transfer = Transfer.DRAFT
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """One chunk of a weight transfer; the whole of it on releases without sessions (before 0.21)."""
-        if self._lora_reload_draft:
+        single_shot = not hasattr(super(), "finish_weight_update")
+        if not single_shot and self.lora_reload.lifecycle.transfer is not Transfer.MAIN:
             super().update_weights(*args, **kwargs)  # type: ignore[misc]
             return
-        whole = not hasattr(super(), "finish_weight_update")
-        with self.lora_reload.loading(completes=whole):
+        with self.lora_reload.loading(completes=single_shot):
             super().update_weights(*args, **kwargs)  # type: ignore[misc]
-        if whole:
+        if single_shot:
             self.model_runner.reset_lora_state()
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """End a weight transfer session. A draft model's session leaves LoRA state alone."""
-        if self._lora_reload_draft:
+        lifecycle = self.lora_reload.lifecycle
+        if lifecycle.transfer is not Transfer.MAIN:
             super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+            lifecycle.transfer = None
             return
         with self.lora_reload.loading():
             super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+        lifecycle.transfer = None
         if not seams.engine_resets_lora():
             self.model_runner.reset_lora_state()
 

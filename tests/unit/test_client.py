@@ -1,5 +1,6 @@
 """The front end's guard: asks once after anything that can matter, refuses while weights are missing, else nothing."""
 
+import abc
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +39,12 @@ class Engine:
         return self.statuses if method == "lora_reload_status" else f"did {method}"
 
 
-class AsyncEngine:
-    """The same, all of it asynchronous."""
+class EngineClient(abc.ABC):  # noqa: B024
+    """Root of vLLM's asynchronous front end; it decides whether an object's class can be changed."""
+
+
+class AsyncEngine(EngineClient):
+    """The same as `Engine`, all of it asynchronous."""
 
     def __init__(self) -> None:
         self.sync = Engine()

@@ -15,7 +15,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_lora_reload import SeamMissingError, plugin, seams
-from vllm_lora_reload.client import GuardedLLMEngine
+from vllm_lora_reload.client import GuardedAsyncLLM, GuardedLLMEngine
 from vllm_lora_reload.worker import LoRAReloadWorker
 
 HOOKED = (WorkerBase, LLMEngine, AsyncLLM)
@@ -130,11 +130,15 @@ def test_custom_worker_is_extended(registered_first: bool) -> None:
     assert type(worker(False, FrameworkWorker)) is FrameworkWorker
 
 
-def test_engine_with_lora_is_guarded() -> None:
+@pytest.mark.parametrize(
+    ("engine", "guarded", "other"),
+    [(LLMEngine, GuardedLLMEngine, GuardedAsyncLLM), (AsyncLLM, GuardedAsyncLLM, GuardedLLMEngine)],
+)
+def test_engine_with_lora_is_guarded(engine: Any, guarded: type, other: type) -> None:
     plugin.register()
-    engine = LLMEngine(config(True))
-    assert isinstance(engine, GuardedLLMEngine) and isinstance(engine, LLMEngine)
-    assert type(LLMEngine(config(False))) is LLMEngine
+    extended = engine(config(True))
+    assert isinstance(extended, guarded) and isinstance(extended, engine) and not isinstance(extended, other)
+    assert type(engine(config(False))) is engine
 
 
 @pytest.mark.parametrize("missing", HOOKED)

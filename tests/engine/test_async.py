@@ -1,0 +1,51 @@
+"""`AsyncLLM`: requests are refused while base weights are missing, and the engine lives on."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import make_adapter, make_checkpoint
+from tests.support.scenario import PROMPTS, Scenario, engine_args
+from vllm_lora_reload import WeightsMissingError
+
+pytestmark = pytest.mark.engine
+
+
+async def cycle(checkpoint: Path, adapter: Path) -> None:
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(Scenario(), checkpoint)))
+    numbers = iter(range(1000))
+
+    async def ask(request: Any) -> list[int]:
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        tokens: list[int] = []
+        stream = engine.generate(PROMPTS[0], greedy, request_id=str(next(numbers)), lora_request=request)
+        async for output in stream:
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    try:
+        requests = (None, LoRARequest("adapter", 1, str(adapter)))
+        before = [await ask(request) for request in requests]
+        assert before[0] != before[1]
+        await engine.sleep(level=2)
+        await engine.wake_up(["weights"])
+        await engine.wake_up(["kv_cache"])
+        for request in requests:
+            with pytest.raises(WeightsMissingError, match=r"base weights are missing: sleep\(level=2\)"):
+                await ask(request)
+        await engine.collective_rpc("reload_weights")
+        assert [await ask(request) for request in requests] == before
+    finally:
+        engine.shutdown()
+
+
+def test_refusal_and_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    checkpoint = make_checkpoint(tmp_path / "model")
+    asyncio.run(cycle(checkpoint, make_adapter(tmp_path / "adapter", checkpoint)))
