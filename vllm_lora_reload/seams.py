@@ -204,9 +204,8 @@ def abort_layerwise_reload(model: nn.Module) -> None:
         if info.kernel_tensors is not None:
             place(layer, info)
         for tensor in [*layer._parameters.values(), *layer._buffers.values()]:
-            if tensor is not None and hasattr(
-                tensor, "weight_loader"
-            ):  # biases stay where they are and get a wrapped loader
+            # A bias is never moved to the meta device, so the wrapped loader sits on the running tensor.
+            if tensor is not None and hasattr(tensor, "weight_loader"):
                 tensor.weight_loader = original_loader(tensor)
         info.reset()
     if hasattr(model, "_original_do_torchao_reload"):

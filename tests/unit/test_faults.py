@@ -103,7 +103,7 @@ def test_refused_draft_session_does_not_turn_the_running_one_into_a_draft(worker
 
 
 def test_control_during_a_status_question_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Async(abc.ABC):
+    class Async(abc.ABC):  # noqa: B024 - AsyncLLM is one too
         def __init__(self) -> None:
             self.error: str | None = None
             self.answer = asyncio.Event()

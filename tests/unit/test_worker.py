@@ -265,16 +265,17 @@ def test_session_after_a_draft_session_is_a_full_one(worker: Any, log: Log) -> N
     assert worker.lora_reload_status()["state"] == "complete"
 
 
-@pytest.mark.parametrize(("gives", "state"), [(0, "complete"), (1, "missing")])
-def test_failed_chunk(worker: Any, log: Log, gives: int, state: str) -> None:
+@pytest.mark.parametrize("gives", [0, 1])
+def test_failed_chunk(worker: Any, log: Log, gives: int) -> None:
+    """Missing even if no tensor was seen: earlier chunks, and engines that write on their own, are not counted."""
     worker.start_weight_update()
     worker.fail, worker.gives = "update 1", gives
     with pytest.raises(RuntimeError, match="update 1 failed"):
         worker.update_weights(1)
     assert log[-1] == "abort" and "reset" not in log
     status = worker.lora_reload_status()
-    assert status["state"] == state
-    assert state == "complete" or "RuntimeError: update 1 failed" in status["error"]
+    assert status["state"] == "missing"
+    assert "RuntimeError: update 1 failed" in status["error"]
 
 
 def test_failed_finish_resets_nothing(worker: Any, log: Log) -> None:
