@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -56,8 +57,10 @@ class Lifecycle:
     def woke(self) -> None:
         self.asleep = 0
 
-    def loaded(self) -> None:
-        self.reason = None
+    def loaded(self, missing: Sequence[str] = (), total: int = 0) -> None:
+        """A load has ended well; `missing` names what nothing has written since level 2, of `total` tensors."""
+        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        self.reason = f"{len(missing)} of {total} tensors ({some}) have not been loaded since" if missing else None
 
     def load_failed(self, error: BaseException, wrote: bool) -> None:
         """A load that failed before its first tensor leaves the weights as they were."""

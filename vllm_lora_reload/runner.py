@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import layers, seams
+from .coverage import FirstLoad
 from .session import WorkerState
 
 if TYPE_CHECKING:
@@ -23,12 +24,30 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
     """Mixed in before the V1 or the V2 ``GPUModelRunner`` (or a platform's own) of one worker."""
 
     lora_reload: WorkerState
+    _first_load: FirstLoad | None = None
+
+    def watch_first_load(self, model: nn.Module) -> None:
+        """Record the load at start-up, the reference for what a load writes. Draft models are not followed."""
+        if self._first_load is not None:
+            return
+        self._first_load = first = FirstLoad(model)
+        load: Any = model.load_weights
+
+        @functools.wraps(load)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            with first.recording():
+                loaded = load(*args, **kwargs)
+                return set(loaded) if inspect.isgenerator(loaded) else loaded
+
+        vars(model)["load_weights"] = load_weights
 
     def load_lora_model(self, model: nn.Module, vllm_config: Any, device: torch.device) -> nn.Module:
         """Wrap the model as vLLM does, with layers that can reload, and take stock of what sleep can lose."""
         with layers.registered():
             model = super().load_lora_model(model, vllm_config, device)
-        self.lora_reload = WorkerState(model, seams.adapter_manager(self), device)
+        vars(model).pop("load_weights", None)
+        first, self._first_load = self._first_load, None
+        self.lora_reload = WorkerState(model, seams.adapter_manager(self), device, first)
         model.load_weights = _through_base_view(model.load_weights, self.lora_reload)
         return model
 

@@ -99,6 +99,24 @@ def extend(obj: Any, mixin: type) -> None:
         )
 
 
+@contextmanager
+def models_observed(observe: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call ``observe(model)`` for every model that the block builds, before it is loaded."""
+    loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
+    initialize = _find("vllm.model_executor.model_loader.base_loader", "initialize_model")
+
+    def initialize_model(*args: Any, **kwargs: Any) -> nn.Module:
+        model: nn.Module = initialize(*args, **kwargs)
+        observe(model)
+        return model
+
+    vars(loader)["initialize_model"] = initialize_model
+    try:
+        yield
+    finally:
+        vars(loader)["initialize_model"] = initialize
+
+
 # --- LoRA layers --------------------------------------------------------------------------------------------------
 
 
@@ -123,13 +141,13 @@ def wrapper_classes_replaced(replace: Callable[[type], type]) -> Iterator[None]:
     tables = importlib.import_module("vllm.lora.utils")
     classes, logits = _find("vllm.lora.utils", "_all_lora_classes"), _find("vllm.lora.utils", "LogitsProcessorWithLoRA")
     replaced = {cls: replace(cls) for cls in dict.fromkeys((*classes, logits))}
-    tables._all_lora_classes = type(classes)(replaced[cls] for cls in classes)  # type: ignore[attr-defined]
-    tables.LogitsProcessorWithLoRA = replaced[logits]  # type: ignore[attr-defined]
+    vars(tables).update(
+        _all_lora_classes=type(classes)(replaced[cls] for cls in classes), LogitsProcessorWithLoRA=replaced[logits]
+    )
     try:
         yield
     finally:
-        tables._all_lora_classes = classes  # type: ignore[attr-defined]
-        tables.LogitsProcessorWithLoRA = logits  # type: ignore[attr-defined]
+        vars(tables).update(_all_lora_classes=classes, LogitsProcessorWithLoRA=logits)
 
 
 # --- Model runner and adapter manager -----------------------------------------------------------------------------
@@ -220,6 +238,7 @@ def check() -> None:
     """
     lora_model_runner_mixin(), base_layer_with_lora(), logits_processor_with_lora(), auto_weights_loader()
     for module, name in (
+        ("vllm.model_executor.model_loader.base_loader", "initialize_model"),
         ("vllm.lora.utils", "_all_lora_classes"),
         ("vllm.lora.utils", "LogitsProcessorWithLoRA"),
         ("vllm.lora.model_manager", "LoRAModelManager"),

@@ -10,6 +10,7 @@ import torch
 
 from . import seams
 from .base_view import base_view, checkpoint_names
+from .coverage import Coverage, FirstLoad
 from .lifecycle import Lifecycle
 from .lora_state import LoRAState
 from .tensors import UnregisteredTensors
@@ -26,14 +27,19 @@ class WorkerState:
     Attributes:
         lifecycle: where the worker stands.
         lora: LoRA state of the model.
+        coverage: which base tensors are still missing.
         unregistered: base tensors that no loader fills.
     """
 
-    def __init__(self, model: nn.Module, manager: Any, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, manager: Any, device: torch.device, first: FirstLoad | None = None) -> None:
         self.model = model
         self.lifecycle = Lifecycle()
         self.lora = LoRAState(model, manager, device)
-        self.unregistered = UnregisteredTensors(model, device, known=set(self.lora.storages))
+        with base_view(model):
+            self.coverage = Coverage(model, first)
+        self.unregistered = UnregisteredTensors(
+            model, device, known=set(self.lora.storages), more=self.coverage.unloaded
+        )
         self._depth = 0
         self._tensors_given = 0
 
@@ -42,6 +48,11 @@ class WorkerState:
         if not self.lifecycle.asleep:
             self.lora.save()
             self.unregistered.save()
+
+    def discarded(self) -> None:
+        """Level 2 has taken the weights pool."""
+        self.lifecycle.slept(2)
+        self.coverage.lose()
 
     def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The weights under checkpoint names, counted as the model takes them."""
@@ -64,9 +75,13 @@ class WorkerState:
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
             with torch.no_grad(), base_view(self.model):
-                yield
-            if completes and self._depth == 1:
-                self.lifecycle.loaded()
+                if self._depth > 1:
+                    yield
+                else:
+                    with self.coverage.recording():
+                        yield
+            if self._depth == 1 and completes:
+                self.lifecycle.loaded(self.coverage.missing(), self.coverage.total)
         except BaseException as error:
             if self._depth == 1:
                 seams.abort_layerwise_reload(self.model)
@@ -74,6 +89,8 @@ class WorkerState:
                 wrote = self._tensors_given > before or self.lifecycle.transfer is not None
                 self.lifecycle.load_failed(error, wrote)
                 self.lifecycle.transfer = None
+                if wrote:
+                    self.coverage.lose()
             raise
         finally:
             self._depth -= 1

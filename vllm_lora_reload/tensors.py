@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -49,18 +49,21 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class UnregisteredTensors:
-    """Base tensors that layers, or their quantization method or attention backend, keep as plain attributes.
+    """Base tensors that no loader fills and vLLM's wake-up does not restore: it saves only registered buffers.
 
-    Level 2 loses them, no loader fills them and vLLM saves only registered buffers, so they are copied to the host at
-    sleep and back at wake-up (attention ranges, decompressed MLA projections, and the like).
+    Layers, their quantization method or their attention backend keep them as plain attributes (attention ranges,
+    decompressed MLA projections, and the like). They are copied to the host at sleep and back at wake-up.
 
     Args:
         model: the model, right after it was loaded: what is created later is not in the weights pool.
         device: where the model runs.
         known: storages (`storage_key`) that somebody else restores.
+        more: registered parameters that need the same care, because no checkpoint has them.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, known: set[int]) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, known: set[int], more: Iterable[torch.Tensor] = ()
+    ) -> None:
         known = known | {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         found: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         for module in model.modules():
@@ -70,6 +73,8 @@ class UnregisteredTensors:
                     on_device = tensor.device.type == device.type and tensor.untyped_storage().nbytes() > 0
                     if on_device and storage_key(tensor) not in known:
                         found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
+        for tensor in more:
+            found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
         self._views = list(found.values())
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 

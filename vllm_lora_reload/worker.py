@@ -18,14 +18,18 @@ class LoRAReloadWorker:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         seams.extend(self.model_runner, LoRAReloadModelRunner)
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        with seams.models_observed(self.model_runner.watch_first_load):
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload = self.model_runner.lora_reload
 
     def sleep(self, level: int = 1) -> None:
         if level >= 2:
             self.lora_reload.save()
         super().sleep(level)  # type: ignore[misc]
-        self.lora_reload.lifecycle.slept(level)
+        if level >= 2:
+            self.lora_reload.discarded()
+        else:
+            self.lora_reload.lifecycle.slept(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)  # type: ignore[misc]

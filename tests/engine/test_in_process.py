@@ -160,6 +160,91 @@ def test_requests_are_refused_until_the_weights_are_back(engine: Engine) -> None
     assert engine.ask() == engine.before
 
 
+def state(engine: Engine) -> str | None:
+    return engine.llm.collective_rpc("lora_reload_status")[0]["state"]
+
+
+def test_missing_tensors_are_known_by_name(engine: Engine) -> None:
+    """One tensor a call, last layer first: refused until the very last one, and told what is missing."""
+    engine.lose_weights()
+    pairs = list(reversed(engine.checkpoint_tensors().items()))
+    for pair in pairs[:-1]:
+        engine.model.load_weights([pair])
+        assert state(engine) == "missing"
+    with pytest.raises(WeightsMissingError, match=r"1 of 15 tensors \(lm_head.weight\)"):
+        engine.ask("base")
+    engine.model.load_weights(pairs[-1:])
+    assert state(engine) == "complete"
+    engine.assert_whole()
+
+
+def test_a_shard_of_a_fused_layer_is_missing(engine: Engine) -> None:
+    engine.lose_weights()
+    left_out = "model.layers.0.self_attn.k_proj.weight"
+    tensors = engine.checkpoint_tensors()
+    key = tensors.pop(left_out)
+    engine.model.load_weights(tensors.items())
+    with pytest.raises(WeightsMissingError, match=r"1 of 15 tensors \(model.layers.0.self_attn.qkv_proj.weight\)"):
+        engine.ask("base")
+    engine.model.load_weights(
+        [("model.layers.0.self_attn.q_proj.weight", tensors[left_out.replace("k_proj", "q_proj")])]
+    )
+    assert state(engine) == "missing", "the same shard twice does not make up for another"
+    engine.model.load_weights([(left_out, key)])
+    engine.assert_whole()
+
+
+def test_reload_from_an_incomplete_iterator(engine: Engine) -> None:
+    engine.lose_weights()
+    tensors = engine.checkpoint_tensors()
+    last = tensors.popitem()
+    engine.reload(weights_iterator=iter(tensors.items()))
+    assert state(engine) == "missing"
+    engine.model.load_weights([last])
+    engine.assert_whole()
+
+
+def test_tensor_that_the_model_does_not_have(engine: Engine) -> None:
+    tensors = engine.checkpoint_tensors() | {"model.layers.7.mlp.down_proj.weight": torch.zeros(4, 4)}
+    with pytest.raises((KeyError, ValueError), match=r"layers.7|7"):
+        engine.reload(weights_iterator=iter(tensors.items()))
+    assert engine.worker.meta_tensors() == []
+    assert state(engine) == "missing"
+
+
+@pytest.mark.parametrize("position", ["first", "middle", "last"])
+@pytest.mark.parametrize("way", ["reload", "direct"])
+def test_exception_on_the_way(engine: Engine, way: str, position: str) -> None:
+    pairs = list(engine.checkpoint_tensors().items())
+    stop = {"first": 0, "middle": len(pairs) // 2, "last": len(pairs) - 1}[position]
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, pair in enumerate(pairs):
+            if number == stop:
+                raise OSError("the trainer went away")
+            yield pair
+
+    with pytest.raises(OSError, match="the trainer went away"):
+        engine.reload(weights_iterator=broken()) if way == "reload" else engine.model.load_weights(broken())
+    assert engine.worker.meta_tensors() == []
+    assert engine.worker.wrapper_names() == engine.wrappers
+    assert state(engine) == ("complete" if position == "first" else "missing")
+    if position == "first":
+        engine.assert_whole()
+
+
+def test_processing_on_the_wrapped_model(engine: Engine) -> None:
+    """As verl does after its buckets."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    engine.lose_weights()
+    pairs = list(engine.checkpoint_tensors().items())
+    for start in range(0, len(pairs), 5):
+        engine.model.load_weights(pairs[start : start + 5])
+    process_weights_after_loading(engine.model, engine.runner.model_config, torch.device("cpu"))
+    engine.assert_whole()
+
+
 # --- Bad input ----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ vLLM's own worker restores: the model's buffers. Level 1 keeps everything.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,16 @@ class PoolInspector:
         mappings = (getattr(module, "sharded_to_full_mapping_gpu", None) for module in modules)
         return [mapping.numel() for mapping in mappings if mapping is not None]
 
+    def load_one_by_one(self, checkpoint: str) -> None:
+        """Load the base weights as TRL and OpenRLHF do: ``model.load_weights`` once for every tensor."""
+        from safetensors.torch import load_file
+
+        model = self.model_runner.get_model()
+        device = next(model.parameters()).device
+        for file in sorted(Path(checkpoint).glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                model.load_weights([(name, tensor.to(device))])
+
     def take_out(self, part: str) -> None:
         """Negative control: disable one part of the package in this worker.
 
@@ -142,6 +153,33 @@ class PoolExtension(PoolInspector):
         return any(start <= at < start + data.handle[1] for start, data in held.items() if data.tag == "weights")
 
 
+class PoolLoss(PoolInspector):
+    """Mixed in before a worker class that runs on the CPU, which then loses its weights pool at sleep level 2."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        self.pool = StorageRecorder()
+        with self.pool:
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+
+    def in_pool(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in {s.data_ptr() for s in self.pool.alive()}
+
+    def sleep(self, level: int = 1) -> None:
+        if level < 2:
+            return
+        model = self.model_runner.get_model()
+        self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for storage in self.pool.alive():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if tags is None or "weights" in tags:
+            for name, buffer in self.model_runner.get_model().named_buffers():
+                if name in self._sleep_saved_buffers:
+                    buffer.data.copy_(self._sleep_saved_buffers[name])
+            self._sleep_saved_buffers = {}
+
+
 def __getattr__(name: str) -> Any:
     """Make `PoolLossWorker` on demand: its base class exists only where vLLM was built for the CPU."""
     if name == "PoolLossWorker":
@@ -157,30 +195,7 @@ def _pool_loss_worker() -> type:
     # oneDNN packs weights into memory of its own and hands out pointers in tensors: neither is so on a GPU.
     _custom_ops._supports_onednn = False
 
-    class PoolLossWorker(PoolInspector, CPUWorker):
-        """A CPU worker that loses its weights pool at sleep level 2."""
-
-        def load_model(self, *args: Any, **kwargs: Any) -> None:
-            self.pool = StorageRecorder()
-            with self.pool:
-                super().load_model(*args, **kwargs)
-
-        def in_pool(self, tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage().data_ptr() in {s.data_ptr() for s in self.pool.alive()}
-
-        def sleep(self, level: int = 1) -> None:
-            if level < 2:
-                return
-            model = self.model_runner.get_model()
-            self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            for storage in self.pool.alive():
-                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
-
-        def wake_up(self, tags: list[str] | None = None) -> None:
-            if tags is None or "weights" in tags:
-                for name, buffer in self.model_runner.get_model().named_buffers():
-                    if name in self._sleep_saved_buffers:
-                        buffer.data.copy_(self._sleep_saved_buffers[name])
-                self._sleep_saved_buffers = {}
+    class PoolLossWorker(PoolLoss, CPUWorker):
+        """The CPU engine's worker with `PoolLoss`."""
 
     return PoolLossWorker

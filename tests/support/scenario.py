@@ -28,7 +28,11 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Scenario:
-    """What to run. `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`)."""
+    """What to run.
+
+    `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`). `ways` are taken in
+    turn to bring the weights back: ``reload`` (from disk), ``direct`` (one tensor a call) or ``ipc`` (weight transfer).
+    """
 
     family: str = "llama"
     adapters: int = 2
@@ -37,6 +41,7 @@ class Scenario:
     engine: dict[str, Any] = field(default_factory=dict)
     control: str | None = None
     on_gpu: bool = False
+    ways: tuple[str, ...] = ("reload",)
 
 
 @dataclass
@@ -154,9 +159,19 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     steps: dict[str, Callable[[], Any]] = {
         "sleep": lambda: llm.sleep(level=2),
         "wake weights": lambda: llm.wake_up(["weights"]),
-        "reload": lambda: llm.collective_rpc("reload_weights"),
+        "reload": lambda: load(scenario.ways[len(cycles) % len(scenario.ways)]),
         "wake kv_cache": lambda: llm.wake_up(["kv_cache"]),
     }
+
+    def load(way: str) -> None:
+        if way == "reload":
+            llm.collective_rpc("reload_weights")
+        elif way == "direct":
+            llm.collective_rpc("load_one_by_one", args=(str(checkpoint),))
+        elif way == "ipc":
+            send_by_ipc(llm, checkpoint)
+        else:
+            raise ValueError(way)
 
     def run_cycle() -> Cycle:
         cycle = Cycle()
@@ -195,6 +210,31 @@ def observe(scenario: Scenario, folder: Path) -> Report:
         cycles=cycles,
         control=control,
     )
+
+
+def send_by_ipc(llm: Any, checkpoint: Path) -> None:
+    """A weight transfer session with the IPC engine; this process is the trainer.
+
+    The update info is what vLLM's own trainer side makes for one rank, unpacked.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    files = sorted(checkpoint.glob("*.safetensors"))
+    tensors = {name: tensor.cuda() for file in files for name, tensor in load_file(file).items()}
+    info = {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "ipc_handles": [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors.values()],
+    }
+    llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", kwargs={"update_info": info})
+    llm.collective_rpc("finish_weight_update")
+    torch.cuda.synchronize()
 
 
 def main(config: str, out: str) -> None:

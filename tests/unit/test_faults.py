@@ -62,7 +62,7 @@ class Worker:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     part = type("Part", (), {"storages": set(), "save": lambda s: None, "restore": lambda s: None})
     monkeypatch.setattr(session, "LoRAState", lambda *args: part())
-    monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known: part())
+    monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known, more: part())
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: True)
     made: Any = Worker()
     seams.extend(made, LoRAReloadWorker)

@@ -26,7 +26,7 @@ class FakeLoRA:
 
 
 class FakeUnregistered(FakeLoRA):
-    def __init__(self, *args: Any, known: set[int]) -> None:
+    def __init__(self, *args: Any, known: set[int], more: Any) -> None:
         super().__init__(*args)
         self.known = known
 

@@ -92,7 +92,7 @@ def log() -> Log:
 
 def make(cls: type[SingleShotWorker], log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(session, "LoRAState", lambda *args: FakePart(log, "lora"))
-    monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known: FakePart(log, "unregistered"))
+    monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known, more: FakePart(log, "unregistered"))
     monkeypatch.setattr(seams, "abort_layerwise_reload", lambda model: log("abort"))
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: False)
     made: Any = cls(log)

@@ -1,0 +1,30 @@
+"""Other ways in, other models, with real sleep mode."""
+
+import pytest
+import torch
+
+from tests.support.scenario import Scenario, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+IPC = {"weight_transfer_config": {"backend": "ipc"}}
+
+
+def test_mixture_of_experts() -> None:
+    """From disk, one tensor a call, and by weight transfer; LoRA on every expert."""
+    ways = ("reload", "direct", "ipc")
+    report = run(Scenario(family="qwen3_moe", cycles=3, ways=ways, on_gpu=True, engine=IPC, max_tokens=8), **ENV)
+    assert len(report.cycles) == 3 and report.distinct_answers == 3
+    assert report.right, report
+
+
+def test_online_fp8() -> None:
+    """Kernel tensors are made from what is loaded: reload and transfer go layer by layer."""
+    engine = IPC | {"quantization": "fp8"}
+    report = run(Scenario(cycles=2, ways=("reload", "ipc"), on_gpu=True, engine=engine, max_tokens=8), **ENV)
+    assert len(report.cycles) == 2 and report.distinct_answers == 3
+    assert report.right, report
