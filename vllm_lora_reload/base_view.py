@@ -3,7 +3,8 @@
 A LoRA wrapper keeps its layer one level down (``proj.weight`` becomes ``proj.base_layer.weight``), so neither a
 flat loop over ``named_parameters`` nor ``get_parameter`` finds a checkpoint's names. Inside the view each wrapper's
 base layer stands in the wrapper's place, under every parent that holds it. Nothing is copied and no method is
-overridden: only entries of the parents' ``_modules`` change, and they are put back on the way out.
+overridden: only entries of the parents' ``_modules`` change, and the prefix under which experts of a wrapped MoE layer
+expect their names; both are put back on the way out.
 """
 
 from __future__ import annotations
@@ -39,13 +40,18 @@ def base_view(model: nn.Module) -> Iterator[nn.Module]:
         for name, child in parent._modules.items()
         if isinstance(child, wrapper_class)
     ]
+    prefixed = seams.expert_name_prefixes(model)
     try:
         for parent, name, wrapper in swapped:
             parent._modules[name] = wrapper.base_layer
+        for experts in prefixed:
+            seams.set_expert_name_prefix(experts, "")
         yield model
     finally:
         for parent, name, wrapper in swapped:
             parent._modules[name] = wrapper
+        for experts, prefix in prefixed.items():
+            seams.set_expert_name_prefix(experts, prefix)
 
 
 def checkpoint_names(weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -36,9 +36,10 @@ class WriteRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-            for argument in func._schema.arguments:
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        if schema is not None and schema.is_mutable:
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+            for argument in schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in tree_leaves(given.get(argument.name)):
                         self._note(tensor)

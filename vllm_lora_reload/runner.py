@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import layers, seams
@@ -63,7 +64,11 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         """
         if weights_iterator is not None:
             weights_iterator = self.lora_reload.incoming(weights_iterator)
-        with self.lora_reload.loading():
+            folder = None
+        else:
+            path = Path(kwargs.get("weights_path") or (args[0] if args else None) or seams.checkpoint(self))
+            folder = path if path.is_absolute() or path.exists() else None  # else a hub's name
+        with self.lora_reload.loading(folder=folder):
             super().reload_weights(weights_iterator, *args, **kwargs)
         if not seams.engine_resets_lora():
             self.reset_lora_state()

@@ -132,6 +132,17 @@ def auto_weights_loader() -> Any:
     return _find("vllm.model_executor.models.utils", "AutoWeightsLoader")
 
 
+def expert_name_prefixes(model: nn.Module) -> dict[nn.Module, str]:
+    """Experts that a LoRA wrapper has told to look for ``base_layer.`` in checkpoint names, and the prefix."""
+    marked = ((module, vars(module).get("lora_base_layer_prefix")) for module in model.modules())
+    return {module: prefix for module, prefix in marked if prefix}
+
+
+def set_expert_name_prefix(experts: nn.Module, prefix: str) -> None:
+    """Change what `expert_name_prefixes` found."""
+    vars(experts)["lora_base_layer_prefix"] = prefix
+
+
 @contextmanager
 def wrapper_classes_replaced(replace: Callable[[type], type]) -> Iterator[None]:
     """Pass every class that vLLM chooses LoRA wrappers from through `replace`, for the length of the block.
@@ -155,6 +166,11 @@ def wrapper_classes_replaced(replace: Callable[[type], type]) -> Iterator[None]:
 
 def lora_model_runner_mixin() -> Any:
     return _find("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin")
+
+
+def checkpoint(runner: Any) -> str:
+    """Folder (or hub name) of the model that a runner serves."""
+    return str(runner.model_config.model)
 
 
 def engine_resets_lora() -> bool:

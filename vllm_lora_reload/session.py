@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from . import seams
+from . import diagnosis, seams
 from .base_view import base_view, checkpoint_names
 from .coverage import Coverage, FirstLoad
 from .lifecycle import Lifecycle
@@ -42,6 +43,7 @@ class WorkerState:
         )
         self._depth = 0
         self._tensors_given = 0
+        self._last_given: str | None = None
 
     def save(self) -> None:
         """Keep on the host what level 2 is about to discard and no load brings back."""
@@ -56,12 +58,13 @@ class WorkerState:
 
     def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The weights under checkpoint names, counted as the model takes them."""
-        for weight in checkpoint_names(weights):
+        for name, weight in checkpoint_names(weights):
             self._tensors_given += 1
-            yield weight
+            self._last_given = name
+            yield name, weight
 
     @contextmanager
-    def loading(self, completes: bool = True) -> Iterator[None]:
+    def loading(self, completes: bool = True, folder: Path | None = None) -> Iterator[None]:
         """Run a load of base weights in the base view. The outermost block decides about success or failure.
 
         After an error, wrappers and parameters are in their places again, and base weights count as missing unless
@@ -69,8 +72,11 @@ class WorkerState:
 
         Args:
             completes: whether the weights are all there when the block ends (not so for a chunk of a transfer).
+            folder: the checkpoint that is read, if the block reads one; named in errors.
         """
         before = self._tensors_given
+        if self._depth == 0:
+            self._last_given = None
         self._depth += 1
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
@@ -84,6 +90,9 @@ class WorkerState:
                 self.lifecycle.loaded(self.coverage.missing(), self.coverage.total)
         except BaseException as error:
             if self._depth == 1:
+                note = diagnosis.where(self._last_given, folder)
+                if note and isinstance(error, Exception):
+                    diagnosis.annotate(error, note)
                 seams.abort_layerwise_reload(self.model)
                 # Transfer engines also write without `load_weights`, and earlier chunks are there already.
                 wrote = self._tensors_given > before or self.lifecycle.transfer is not None

@@ -160,3 +160,19 @@ def test_checkpoint_names_takes_one_weight_at_a_time() -> None:
     names = checkpoint_names(weights())
     assert taken == []
     assert next(names) == ("0.weight", 0) and taken == [0]
+
+
+def test_experts_expect_plain_names_inside() -> None:
+    """A wrapped MoE layer tells its experts to look for ``base_layer.`` in checkpoint names."""
+    model = Block()
+    experts = nn.Module()
+    experts.lora_base_layer_prefix = "base_layer."  # type: ignore[assignment]
+    model.up.base_layer.add_module("routed_experts", experts)
+    for _ in range(2):
+        with pytest.raises(RuntimeError), base_view(model):
+            assert experts.lora_base_layer_prefix == ""
+            with base_view(model):
+                assert experts.lora_base_layer_prefix == ""
+            assert experts.lora_base_layer_prefix == ""
+            raise RuntimeError
+        assert experts.lora_base_layer_prefix == "base_layer."

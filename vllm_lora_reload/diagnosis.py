@@ -1,0 +1,43 @@
+"""Say of a failed load which tensor and which file it stopped at. vLLM's own errors often name neither."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+
+def annotate(error: Exception, note: str) -> None:
+    """Add `note` to the error's message, keeping the error and its type: callers may catch it by type."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]} [{note}]", *error.args[1:])
+    elif not error.args:
+        error.args = (note,)
+    elif hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+
+
+def where(tensor: str | None, folder: Path | None) -> str | None:
+    """Words for where a load stopped.
+
+    Args:
+        tensor: checkpoint name of the last tensor that the model was given; None if it was given none.
+        folder: the checkpoint; None if the tensors came from a caller.
+
+    Returns:
+        None where nothing can be said.
+    """
+    if folder is not None:
+        if not folder.is_dir():
+            return f"{folder} is not a folder"
+        holder = None
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as content:
+                    if tensor in content.keys():  # noqa: SIM118 - not a dict
+                        holder = file
+            except (OSError, SafetensorError) as damage:
+                return f"{file} is damaged: {damage}"
+        if holder is not None:
+            return f"while loading {tensor} from {holder}"
+    return None if tensor is None else f"while loading {tensor}"
