@@ -15,17 +15,17 @@ from .errors import SeamMissingError
 def register() -> None:
     """Hook the worker and the two engine front ends. Calling it again changes nothing.
 
+    It imports none of them: what is not imported yet is hooked when vLLM imports it.
+
     Raises:
         SeamMissingError: later, when an engine with LoRA is configured on a release without those classes.
     """
     try:
-        worker, engines = seams.worker_class(), seams.engine_classes()
+        seams.hook_constructor(seams.WORKER, _extend_worker)
+        seams.hook_constructor(seams.OFFLINE_ENGINE, _extend_engine)
+        seams.hook_constructor(seams.ASYNC_ENGINE, _extend_engine)
     except SeamMissingError as missing:
         seams.refuse_lora(missing)
-        return
-    seams.after_init(worker, _extend_worker)
-    for engine in engines:
-        seams.after_init(engine, _extend_engine)
 
 
 def _extend_worker(worker: Any) -> None:

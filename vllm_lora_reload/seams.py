@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -44,13 +48,60 @@ def _find(module: str, name: str) -> Any:
 # --- Constructors that the plugin hooks ---------------------------------------------------------------------------
 
 
+WORKER = ("vllm.v1.worker.worker_base", "WorkerBase")
+OFFLINE_ENGINE = ("vllm.v1.engine.llm_engine", "LLMEngine")
+ASYNC_ENGINE = ("vllm.v1.engine.async_llm", "AsyncLLM")
+
+
 def worker_class() -> Any:
-    return _find("vllm.v1.worker.worker_base", "WorkerBase")
+    return _find(*WORKER)
 
 
 def engine_classes() -> tuple[Any, Any]:
     """The offline and the asynchronous front end."""
-    return _find("vllm.v1.engine.llm_engine", "LLMEngine"), _find("vllm.v1.engine.async_llm", "AsyncLLM")
+    return _find(*OFFLINE_ENGINE), _find(*ASYNC_ENGINE)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls back once, when its module has been imported."""
+
+    def __init__(self, module: str, callback: Callable[[], None]) -> None:
+        self._module, self._callback = module, callback
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._callback()
+
+            vars(spec.loader)["exec_module"] = exec_module
+        return spec
+
+
+def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None]) -> None:
+    """Call ``hook(obj)`` for every object of the class `seam`, from when its module is imported; import nothing now.
+
+    Raises:
+        SeamMissingError: the module is imported and lacks the class, or does not exist.
+    """
+    module, name = seam
+
+    def install() -> None:
+        try:
+            after_init(_find(module, name), hook)
+        except SeamMissingError as missing:
+            refuse_lora(missing)
+
+    if module in sys.modules or importlib.util.find_spec(module) is None:
+        after_init(_find(module, name), hook)
+    elif not any(isinstance(finder, _AfterImport) and finder._module == module for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(module, install))
 
 
 def as_request_error(error: type[Exception]) -> type[Exception]:

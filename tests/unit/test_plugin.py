@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def test_missing_class_makes_only_lora_fail(
             LoRAConfig(max_loras=2)
         assert f"{missing.__module__}.{missing.__name__}" in str(failure.value)
         assert f"vLLM {seams.release()}:" in str(failure.value)
-    assert all(cls.__init__ is unhooked[cls] for cls in HOOKED)
+    assert missing.__init__ is unhooked[missing]
     assert CacheConfig() and VllmConfig().lora_config is None
     assert type(worker(False)) is WorkerBase
 
@@ -164,3 +165,21 @@ def test_seam_of_the_worker_is_asked_for_only_with_lora(monkeypatch: pytest.Monk
     assert type(worker(False)) is WorkerBase
     with pytest.raises(SeamMissingError, match=r"vllm\.lora\.utils\._all_lora_classes is missing"):
         worker(True)
+
+
+def test_hooks_wait_for_the_import() -> None:
+    """In a fresh process: nothing is imported by registering, and what vLLM imports later is hooked then, once."""
+    program = """
+import sys
+import vllm.engine.arg_utils
+from vllm_lora_reload import plugin, seams
+plugin.register()
+plugin.register()
+modules = [module for module, _ in (seams.WORKER, seams.OFFLINE_ENGINE, seams.ASYNC_ENGINE)]
+assert not any(module in sys.modules for module in modules), "imported early"
+for cls in (seams.worker_class(), *seams.engine_classes()):
+    assert hasattr(cls.__init__, seams._HOOK), cls
+    assert not hasattr(cls.__init__.__wrapped__, seams._HOOK), "hooked twice"
+assert not any(isinstance(finder, seams._AfterImport) for finder in sys.meta_path)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"VLLM_PLUGINS": "none"})
