@@ -4,16 +4,19 @@ ENGINE ?= 0.27.1
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# Releases of which the Python half is tested: make matrix RELEASES="0.24.0 0.30.0"
+RELEASES ?= 0.16.0 0.17.1 0.19.1 0.22.1 0.24.0 0.26.0 0.27.1 0.28.0 0.30.0 0.32.0 0.33.0
 
 VENV := .venvs/$(ENGINE)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ENGINES := $(sort $(patsubst requirements/engine-%.txt,%,$(wildcard requirements/engine-*.txt)))
-TYPED := vllm_lora_reload $(wildcard tests/support benchmarks)
+MATRIX := .venvs/matrix
+TYPED := vllm_lora_reload $(wildcard tests/support tests/matrix tests/models benchmarks)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint format clean distclean
+.PHONY: help env demo test matrix models lint format clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +30,13 @@ demo: env ## Run the demo (DEMO_ARGS)
 
 test: env ## Run the tests (PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+matrix: env $(RELEASES:%=$(MATRIX)/%/.made) ## Try every way to load weights on many releases (RELEASES)
+	$(BIN)/python -m tests.matrix $(MATRIX)/releases.md $(RELEASES)
+
+models: ## Reload every model class with LoRA support, on both CPU engines, and write docs/models.md
+	$(foreach engine,$(ENGINES),$(MAKE) env ENGINE=$(engine) &&) true
+	$(BIN)/python -m tests.models.walk --release-table docs/models.md --releases $(ENGINES)
 
 lint: env ## Check style, format and types
 	$(BIN)/ruff check .
@@ -56,6 +66,11 @@ $(VENV)/.needs: requirements/engine-$(ENGINE).txt requirements/test.txt
 
 $(VENV)/.made: $(VENV)/.needs setup.py pyproject.toml
 	$(PIP) install -qq --no-deps --no-build-isolation -e .
+	touch $@
+
+$(MATRIX)/%/.made: tests/matrix/install.py | env
+	rm -rf $(@D)
+	$(BIN)/python -m tests.matrix.install $* $(@D)
 	touch $@
 
 # Only reached for a file that is not there.

@@ -30,10 +30,10 @@ def register() -> None:
 
 def _extend_worker(worker: Any) -> None:
     if worker.vllm_config.lora_config is not None:
-        from .worker import LoRAReloadWorker
+        from .worker import extend
 
         seams.check()
-        seams.extend(worker, LoRAReloadWorker)
+        extend(worker)
 
 
 def _extend_engine(engine: Any) -> None:

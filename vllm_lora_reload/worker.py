@@ -40,27 +40,44 @@ class LoRAReloadWorker:
                 self.lora_reload.unregistered.restore()
                 self.model_runner.reset_lora_state()
 
+    def lora_reload_status(self) -> dict[str, str | None]:
+        """For ``collective_rpc``: this rank's ``state`` and the ``error`` that requests get now, if any."""
+        lifecycle = self.lora_reload.lifecycle
+        return {"state": lifecycle.state.value, "error": lifecycle.error()}
+
+
+class SingleShotTransfer:
+    """Where a weight transfer is one call of ``update_weights`` (before 0.21)."""
+
+    model_runner: Any
+    lora_reload: WorkerState
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        with self.lora_reload.loading():
+            super().update_weights(*args, **kwargs)  # type: ignore[misc]
+        self.model_runner.reset_lora_state()
+
+
+class TransferSessions:
+    """Where a weight transfer is a session of several calls."""
+
+    model_runner: Any
+    lora_reload: WorkerState
+
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload.lifecycle.transfer = Transfer.MAIN
 
-    def start_draft_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        super().start_draft_weight_update(*args, **kwargs)  # type: ignore[misc]
-        self.lora_reload.lifecycle.transfer = Transfer.DRAFT
-
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """One chunk of a weight transfer; the whole of it on releases without sessions (before 0.21)."""
-        single_shot = not hasattr(super(), "finish_weight_update")
-        if not single_shot and self.lora_reload.lifecycle.transfer is not Transfer.MAIN:
+        """One chunk. Outside a session vLLM refuses it, and nothing was written."""
+        if self.lora_reload.lifecycle.transfer is not Transfer.MAIN:
             super().update_weights(*args, **kwargs)  # type: ignore[misc]
             return
-        with self.lora_reload.loading(completes=single_shot):
+        with self.lora_reload.loading(completes=False):
             super().update_weights(*args, **kwargs)  # type: ignore[misc]
-        if single_shot:
-            self.model_runner.reset_lora_state()
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """End a weight transfer session. A draft model's session leaves LoRA state alone."""
+        """End the session. A draft model's session leaves LoRA state alone."""
         lifecycle = self.lora_reload.lifecycle
         if lifecycle.transfer is not Transfer.MAIN:
             super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
@@ -72,7 +89,25 @@ class LoRAReloadWorker:
         if not seams.engine_resets_lora():
             self.model_runner.reset_lora_state()
 
-    def lora_reload_status(self) -> dict[str, str | None]:
-        """For ``collective_rpc``: this rank's ``state`` and the ``error`` that requests get now, if any."""
-        lifecycle = self.lora_reload.lifecycle
-        return {"state": lifecycle.state.value, "error": lifecycle.error()}
+
+class DraftSessions:
+    """Where a session can update the draft model instead (from 0.26)."""
+
+    lora_reload: WorkerState
+
+    def start_draft_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        super().start_draft_weight_update(*args, **kwargs)  # type: ignore[misc]
+        self.lora_reload.lifecycle.transfer = Transfer.DRAFT
+
+
+def extend(worker: Any) -> None:
+    """Mix in what fits the worker's class: frameworks tell by ``hasattr`` what a release can do."""
+    mixins: list[type] = [LoRAReloadWorker]
+    if hasattr(worker, "finish_weight_update"):
+        mixins.append(TransferSessions)
+    elif hasattr(worker, "update_weights"):
+        mixins.append(SingleShotTransfer)
+    if hasattr(worker, "start_draft_weight_update"):
+        mixins.append(DraftSessions)
+    for mixin in mixins:
+        seams.extend(worker, mixin)

@@ -17,7 +17,7 @@ from tests.support.wrapped import Block
 from vllm_lora_reload import WeightsMissingError, client, seams, session
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.tensors import UnregisteredTensors, whole_storage
-from vllm_lora_reload.worker import LoRAReloadWorker
+from vllm_lora_reload.worker import extend
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known, more: part())
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: True)
     made: Any = Worker()
-    seams.extend(made, LoRAReloadWorker)
+    extend(made)
     made.lora_reload = WorkerState(Block(), None, CPU)
     return made
 

@@ -9,7 +9,7 @@ from tests.support.wrapped import Block, Wrapper
 from vllm_lora_reload import seams, session
 from vllm_lora_reload.runner import LoRAReloadModelRunner
 from vllm_lora_reload.session import WorkerState
-from vllm_lora_reload.worker import LoRAReloadWorker
+from vllm_lora_reload.worker import extend
 
 
 class Log(list[str]):
@@ -96,7 +96,7 @@ def make(cls: type[SingleShotWorker], log: Log, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(seams, "abort_layerwise_reload", lambda model: log("abort"))
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: False)
     made: Any = cls(log)
-    seams.extend(made, LoRAReloadWorker)
+    extend(made)
     made.lora_reload = WorkerState(Block(), None, torch.device("cpu"))
     return made
 
@@ -134,7 +134,7 @@ def test_load_model_extends_the_runner_first_and_shares_its_state() -> None:
             self.model_runner.lora_reload = ("state", dummy)
 
     worker: Any = Worker()
-    seams.extend(worker, LoRAReloadWorker)
+    extend(worker)
     worker.load_model(dummy=True)
     assert worker.lora_reload == ("state", True)
 
@@ -325,3 +325,13 @@ def test_status_says_what_requests_are_told(worker: Any) -> None:
     status = worker.lora_reload_status()
     assert status == {"state": "missing", "error": worker.lora_reload.lifecycle.error()}
     assert "sleep(level=2)" in status["error"]
+
+
+@pytest.mark.parametrize("methods", [(), ("update_weights",), ("start_weight_update", "finish_weight_update")])
+def test_no_method_that_the_release_lacks(methods: tuple[str, ...]) -> None:
+    """Frameworks tell by ``hasattr`` what a worker can do."""
+    worker: Any = type("Bare", (), {method: lambda self: None for method in methods})()
+    extend(worker)
+    transfer = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
+    sessions = "finish_weight_update" in methods
+    assert {m for m in transfer if hasattr(worker, m)} == set(methods) | ({"update_weights"} if sessions else set())
