@@ -2,7 +2,7 @@
 ENGINE ?= 0.27.1
 # The pins need Python 3.11 or newer.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?= -m "not matrix"
+PYTEST_ARGS ?= -m "not matrix and not slow"
 DEMO_ARGS ?=
 # Releases of which the Python half is tested: make matrix RELEASES="0.24.0 0.30.0"
 RELEASES ?= 0.16.0 0.17.1 0.19.1 0.22.1 0.24.0 0.26.0 0.27.1 0.28.0 0.30.0 0.32.0 0.33.0
