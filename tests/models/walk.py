@@ -90,14 +90,15 @@ def verdict(row: Row) -> str:
     """What came of the reload with this package, or the group of reasons why it was not tried.
 
     ``exact``: every tensor is as before. ``refused``, ``silent``: not so, but neither with vLLM alone and LoRA off;
-    requests are then refused, or not. ``raises`` and ``differs``: not so because of LoRA. ``false alarm``: all is
-    well, but requests are refused.
+    requests are then refused, or not. ``raises`` (or a failed load left the model torn), ``differs``: not so because
+    of LoRA. ``false alarm``: all is well, but requests are refused.
     """
     if "ours" not in row:
         return str(row["group"])
     seen, plain = row["ours"], row.get("plain", {})
     if "error" in seen:
-        return "refused" if "error" in plain and seen["refuses"] else "raises"
+        survived = seen["refuses"] and not seen["meta"] and not seen["rewrapped"]
+        return "refused" if "error" in plain and survived else "raises"
     rest = ("lora", "moved", "rewrapped")
     if not seen["base"] and not seen["unnamed"] and not any(seen[key] for key in rest):
         return "false alarm" if seen["refuses"] else "exact"
@@ -220,7 +221,9 @@ def main() -> None:
             release: {name: verdict(row) for name, row in sorted(rows.items())} for release, rows in results.items()
         }
         known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
-        EXPECTED.write_text(json.dumps(known | expected, indent=1, sort_keys=True) + "\n")
+        for release, verdicts in expected.items():
+            known[release] = (known.get(release, {}) if args.only else {}) | verdicts
+        EXPECTED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     if args.release_table:
         args.release_table.write_text(table(results))
     for rows in results.values():

@@ -421,6 +421,8 @@ def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str) -> dict
     except Exception as error:
         if ours:
             result["refuses"] = worker.lora_reload_status()["error"]
+        result["meta"] = inspector.meta_tensors()
+        result["rewrapped"] = inspector.wrapper_names() != wrappers
         return result | dict(error=f"{type(error).__name__}: {error}"[:500], trace=traceback.format_exc()[-4000:])
     if ours:
         result["refuses"] = worker.lora_reload_status()["error"]
