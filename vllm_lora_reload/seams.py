@@ -290,8 +290,9 @@ def abort_layerwise_reload(model: nn.Module) -> None:
             place(layer, info)
         for tensor in [*layer._parameters.values(), *layer._buffers.values()]:
             # A bias is never moved to the meta device, so the wrapped loader sits on the running tensor.
-            if tensor is not None and hasattr(tensor, "weight_loader"):
-                tensor.weight_loader = original_loader(tensor)
+            # Other loaders may be partial functions, which vLLM's unwrapping does not take.
+            if getattr(getattr(tensor, "weight_loader", None), "__name__", "") == "online_process_loader":
+                tensor.weight_loader = original_loader(tensor)  # type: ignore[union-attr]
         info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload

@@ -93,13 +93,13 @@ class WorkerState:
                 note = diagnosis.where(self._last_given, folder)
                 if note and isinstance(error, Exception):
                     diagnosis.annotate(error, note)
-                seams.abort_layerwise_reload(self.model)
                 # Transfer engines also write without `load_weights`, and earlier chunks are there already.
                 wrote = self._tensors_given > before or self.lifecycle.transfer is not None
                 self.lifecycle.load_failed(error, wrote)
                 self.lifecycle.transfer = None
                 if wrote:
                     self.coverage.lose()
+                seams.abort_layerwise_reload(self.model)
             raise
         finally:
             self._depth -= 1

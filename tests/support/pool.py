@@ -129,7 +129,7 @@ class PoolInspector:
             values |= getattr(owner, "_parameters", {}) | getattr(owner, "_buffers", {})
             for attribute, value in values.items():
                 if hasattr(value, "__dataclass_fields__"):  # punica keeps kernel metadata in one
-                    value = [getattr(value, field) for field in value.__dataclass_fields__]
+                    value = [getattr(value, field, None) for field in value.__dataclass_fields__]
                 for position, tensor in enumerate(tree_leaves(value)):
                     if isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.untyped_storage().nbytes():
                         key = tensor.untyped_storage().data_ptr()

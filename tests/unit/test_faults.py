@@ -2,6 +2,7 @@
 
 import abc
 import asyncio
+import functools
 from typing import Any
 
 import pytest
@@ -148,3 +149,16 @@ def test_second_view_of_a_storage_is_restored_after_the_first_is_gone() -> None:
     whole_storage(model.second).fill_(0xFF)
     unregistered.restore()
     assert (model.second == 1).all()
+
+
+def test_abort_leaves_loaders_that_are_partial_functions() -> None:
+    """MiniMax-M2 has one, on a tensor that never goes to the meta device."""
+    layer = nn.Linear(2, 3).requires_grad_(False)
+    model = nn.Sequential(layer)
+    record_metadata_for_reloading(model)
+    initialize_layerwise_reload(model)
+    loader = functools.partial(default_weight_loader)
+    layer.bias.weight_loader = loader
+    seams.abort_layerwise_reload(model)
+    assert layer.bias.weight_loader is loader
+    assert not any(parameter.is_meta for parameter in model.parameters())
