@@ -29,7 +29,7 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
 
     def watch_first_load(self, model: nn.Module) -> None:
         """Record the load at start-up, the reference for what a load writes. Draft models are not followed."""
-        if self._first_load is not None:
+        if self._first_load is not None or "lora_reload" in vars(self):
             return
         self._first_load = first = FirstLoad(model)
         load: Any = model.load_weights
@@ -37,8 +37,7 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         @functools.wraps(load)
         def load_weights(*args: Any, **kwargs: Any) -> Any:
             with first.recording():
-                loaded = load(*args, **kwargs)
-                return set(loaded) if inspect.isgenerator(loaded) else loaded
+                return _drained(load(*args, **kwargs))
 
         vars(model)["load_weights"] = load_weights
 
@@ -78,13 +77,17 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         self.lora_reload.lora.reset()
 
 
+def _drained(loaded: Any) -> Any:
+    """What a load returned; a generator has loaded nothing until it is run to its end."""
+    return set(loaded) if inspect.isgenerator(loaded) else loaded
+
+
 def _through_base_view(load: Any, state: WorkerState) -> Any:
     """Wrap a model's ``load_weights``, which weight transfer and RL frameworks call directly."""
 
     @functools.wraps(load)
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
         with state.loading():
-            loaded = load(state.incoming(weights), *args, **kwargs)
-            return set(loaded) if inspect.isgenerator(loaded) else loaded
+            return _drained(load(state.incoming(weights), *args, **kwargs))
 
     return load_weights
