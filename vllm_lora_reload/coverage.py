@@ -8,7 +8,7 @@ for; nobody reloads them, so they are kept on the host over the sleep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,23 +60,47 @@ class FirstLoad:
 
     Args:
         model: the model, built but not yet loaded.
+
+    Attributes:
+        model: as given.
+        modules: modules with a tensor of their own that the load wrote or made.
+        written: bytes that the load wrote, by storage.
+        built: storages that were there before the load.
+        processed: those of them that the load did not write but the processing after it did.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        parameters = [(module, p) for module in model.modules() for p in module.parameters(recurse=False)]
+        self.model = model
+        tensors = [(m, t) for m in model.modules() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
         # Online quantization builds parameters on the meta device and makes them real while it loads.
-        self.modules = {id(module) for module, p in parameters if p.is_meta}
-        self._owners = [(module, storage_key(p)) for module, p in parameters if not p.is_meta]
-        self._recorder = WriteRecorder(key for _, key in self._owners)
+        self.modules = {module for module, tensor in tensors if tensor.is_meta}
+        self._owners = [(module, storage_key(tensor)) for module, tensor in tensors if not tensor.is_meta]
+        self.built = {key for _, key in self._owners}
+        self._recorder = WriteRecorder(self.built)
         self.written: dict[int, int] = {}
+        self.processed: set[int] = set()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         with self._recorder:
             yield
-        self.written = {key: size for _, key in self._owners if (size := self._recorder.written(key))}
-        self.modules |= {id(module) for module, key in self._owners if key in self.written}
+        self.written = {key: size for key in self.built if (size := self._recorder.written(key))}
+        self.modules |= {module for module, key in self._owners if key in self.written}
+
+    @contextmanager
+    def processing(self) -> Iterator[None]:
+        """The step after the load in which vLLM quantizes, repacks and derives."""
+        with self._recorder:
+            yield
+        self.processed = {key for key in self.built - self.written.keys() if self._recorder.written(key)}
+
+    def never_derived(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor holds what its layer was built with or what was loaded into it."""
+        return (key := storage_key(tensor)) in self.built and key not in self.processed
+
+    def never_wrote(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor holds what its layer was built with."""
+        return self.never_derived(tensor) and storage_key(tensor) not in self.written
 
     @property
     def known(self) -> bool:
@@ -99,22 +123,44 @@ class Coverage:
     def __init__(self, model: nn.Module, first: FirstLoad | None) -> None:
         self._model = model
         self._needed: dict[int, tuple[str, int]] = {}
+        self._lasting: dict[nn.Module, list[str]] = {}
         self.unloaded: list[torch.Tensor] = []
         if first is not None and first.known:
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     if key := storage_key(parameter):
-                        self._add(f"{prefix}.{name}" if prefix else name, key, parameter, id(module), first)
+                        self._add(f"{prefix}.{name}" if prefix else name, key, parameter, module, first)
+                if module in first.modules:
+                    self._lasting[module] = [
+                        *(n for n, p in module._parameters.items() if p is not None and first.never_wrote(p)),
+                        *(n for n, b in module._buffers.items() if b is not None and first.never_derived(b)),
+                    ]
         self._missing: dict[int, tuple[str, int]] = {}
         self._recorder: WriteRecorder | None = None
 
-    def _add(self, name: str, key: int, parameter: torch.Tensor, module: int, first: FirstLoad) -> None:
+    def _add(self, name: str, key: int, parameter: torch.Tensor, module: nn.Module, first: FirstLoad) -> None:
         if key in first.written:
             self._needed.setdefault(key, (name, first.written[key]))
-        elif module in first.modules:  # made from what was loaded: a reload writes all of it
+        elif module in first.modules and not first.never_wrote(parameter):
+            # Made from what was loaded: a reload writes all of it.
             self._needed.setdefault(key, (name, parameter.numel() * parameter.element_size()))
         else:
             self.unloaded.append(parameter)
+
+    def carry_over(self, layer: nn.Module, running: Mapping[str, torch.Tensor]) -> None:
+        """Give `layer`, which a reload has just made anew, what no load writes.
+
+        vLLM's layerwise reload allocates every tensor of a layer that it loads, and at its end copies all of them over
+        the running ones. Loaded buffers are given their values too: it drops what a load brings for some of them
+        (statistics of batch norms).
+
+        Args:
+            layer: its tensors hold unset memory.
+            running: its running tensors by name.
+        """
+        for name in self._lasting.get(layer, ()):
+            if (new := getattr(layer, name)) is not running[name]:
+                new.data.copy_(running[name])
 
     @property
     def total(self) -> int:

@@ -23,6 +23,9 @@ class LoRAState:
         model: the wrapped model.
         manager: its ``LoRAModelManager``.
         device: where the model runs; host tensors of a GPU worker (flags for kernels) are never lost.
+
+    Attributes:
+        lost: level 2 took it and nothing has reset it since.
     """
 
     def __init__(self, model: nn.Module, manager: Any, device: torch.device) -> None:
@@ -64,6 +67,7 @@ class LoRAState:
                     tensor.zero_()
         self._initial = [tensor.cpu().clone() if tensor.any() else None for tensor in self.metadata]
         self._saved: list[torch.Tensor | None] | None = None
+        self.lost = False
 
     def save(self) -> None:
         """Keep the metadata in host memory as it is now, for the next `reset`."""
@@ -73,19 +77,21 @@ class LoRAState:
         """Make all LoRA state right, whatever its memory holds now.
 
         Adapters that the manager has in slots are written there again from host memory; free slots become zero. The
-        manager's bookkeeping (slot table, pins, LRU order) stays as it is. Metadata becomes what it was at the last
-        `save`, or when the model was wrapped.
+        manager's bookkeeping (slot table, pins, LRU order) stays as it is. Metadata becomes what it was at a `save`
+        since the last reset, else what it was when the model was wrapped.
         """
-        for tensor, value in zip(self.metadata, self._saved or self._initial, strict=True):
+        saved, self._saved = self._saved, None
+        for tensor, value in zip(self.metadata, saved or self._initial, strict=True):
             tensor.zero_() if value is None else tensor.copy_(value)
         for stack in self.stacks:
             stack.zero_()
         for index, adapter_id in enumerate(seams.slots(self.manager)):
-            if adapter_id is None:
+            if adapter_id is not None:
+                seams.write_slot(self.manager, index, adapter_id)
+            elif saved is None:
                 for wrapper in self._with_metadata:
                     wrapper.reset_lora(index)
-            else:
-                seams.write_slot(self.manager, index, adapter_id)
         for logits_processor in self.logits_processors:
             logits_processor.reset_sharded_to_full_mapping()
         seams.forget_mapping(self.manager)
+        self.lost = False

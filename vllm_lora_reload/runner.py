@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,11 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
 
         vars(model)["load_weights"] = load_weights
 
+    def watch_processing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Record also what vLLM derives from the weights right after that load."""
+        first = self._first_load
+        return first.processing() if first is not None and first.model is model else nullcontext()
+
     def load_lora_model(self, model: nn.Module, vllm_config: Any, device: torch.device) -> nn.Module:
         """Wrap the model as vLLM does, with layers that can reload, and take stock of what sleep can lose."""
         with layers.registered():
@@ -69,12 +75,15 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             folder = path if path.is_absolute() or path.exists() else None  # else a hub's name
         with self.lora_reload.loading(folder=folder):
             super().reload_weights(weights_iterator, *args, **kwargs)
-        if not seams.engine_resets_lora():
-            self.reset_lora_state()
+            if not seams.engine_resets_lora():
+                self.reset_lora_state()
 
     def reset_lora_state(self) -> None:
-        """Make all LoRA state right, whatever its memory held. Adapters stay registered and active."""
-        self.lora_reload.lora.reset()
+        """Make all LoRA state right, whatever its memory held. Adapters stay registered and active.
+
+        Called at wake-up, and by loads at their end, where it does something only if the state is still lost.
+        """
+        self.lora_reload.reset_lora()
 
 
 def _drained(loaded: Any) -> Any:

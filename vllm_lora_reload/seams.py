@@ -13,12 +13,13 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .errors import SeamMissingError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 _HOOK = "__lora_reload_hook__"
@@ -150,22 +151,44 @@ def extend(obj: Any, mixin: type) -> None:
         )
 
 
+_BASE_LOADER = "vllm.model_executor.model_loader.base_loader"
+
+
 @contextmanager
-def models_observed(observe: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call ``observe(model)`` for every model that the block builds, before it is loaded."""
-    loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
-    initialize = _find("vllm.model_executor.model_loader.base_loader", "initialize_model")
-
-    def initialize_model(*args: Any, **kwargs: Any) -> nn.Module:
-        model: nn.Module = initialize(*args, **kwargs)
-        observe(model)
-        return model
-
-    vars(loader)["initialize_model"] = initialize_model
+def _replaced(module: str, **wrapped: Callable[[Any], Any]) -> Iterator[None]:
+    """Let each name stand in `module` for ``wrapped[name](what stood there)``, for the length of the block."""
+    names = vars(importlib.import_module(module))
+    originals = {name: _find(module, name) for name in wrapped}
+    names.update({name: wrapped[name](original) for name, original in originals.items()})
     try:
         yield
     finally:
-        vars(loader)["initialize_model"] = initialize
+        names.update(originals)
+
+
+@contextmanager
+def loading_observed(
+    built: Callable[[nn.Module], None], processing: Callable[[nn.Module], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Call ``built(model)`` for every model that the block builds, and process its weights in ``processing(model)``."""
+
+    def wrap_initialize(initialize: Any) -> Any:
+        def initialize_model(*args: Any, **kwargs: Any) -> nn.Module:
+            model: nn.Module = initialize(*args, **kwargs)
+            built(model)
+            return model
+
+        return initialize_model
+
+    def wrap_process(process: Any) -> Any:
+        def process_weights_after_loading(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with processing(model):
+                return process(model, *args, **kwargs)
+
+        return process_weights_after_loading
+
+    with _replaced(_BASE_LOADER, initialize_model=wrap_initialize, process_weights_after_loading=wrap_process):
+        yield
 
 
 # --- LoRA layers --------------------------------------------------------------------------------------------------
@@ -200,16 +223,13 @@ def wrapper_classes_replaced(replace: Callable[[type], type]) -> Iterator[None]:
 
     ``from_layer`` walks the table ``_all_lora_classes``; ``from_layer_logits_processor`` names its class.
     """
-    tables = importlib.import_module("vllm.lora.utils")
-    classes, logits = _find("vllm.lora.utils", "_all_lora_classes"), _find("vllm.lora.utils", "LogitsProcessorWithLoRA")
-    replaced = {cls: replace(cls) for cls in dict.fromkeys((*classes, logits))}
-    vars(tables).update(
-        _all_lora_classes=type(classes)(replaced[cls] for cls in classes), LogitsProcessorWithLoRA=replaced[logits]
-    )
-    try:
+    once = functools.cache(replace)
+    with _replaced(
+        "vllm.lora.utils",
+        _all_lora_classes=lambda classes: type(classes)(once(cls) for cls in classes),
+        LogitsProcessorWithLoRA=once,
+    ):
         yield
-    finally:
-        vars(tables).update(_all_lora_classes=classes, LogitsProcessorWithLoRA=logits)
 
 
 # --- Model runner and adapter manager -----------------------------------------------------------------------------
@@ -277,6 +297,24 @@ def write_slot(manager: Any, index: int, adapter_id: int) -> None:
 # --- Layerwise reload ---------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def layers_observed(made: Callable[[nn.Module, dict[str, torch.Tensor]], None]) -> Iterator[None]:
+    """Call ``made(layer, running tensors by name)`` for every layer whose tensors a layerwise reload has allocated."""
+
+    def wrap(materialize: Any) -> Any:
+        def materialize_layer(layer: nn.Module, *args: Any) -> None:
+            materialize(layer, *args)
+            info = _find(_LAYERWISE, "LAYERWISE_INFO")[layer]
+            if info.kernel_tensors is not None:  # None in the first load of a layer
+                parameters, buffers = info.kernel_tensors
+                made(layer, parameters | buffers)
+
+        return materialize_layer
+
+    with _replaced(_LAYERWISE, materialize_layer=wrap):
+        yield
+
+
 def abort_layerwise_reload(model: nn.Module) -> None:
     """Give every layer that an interrupted layerwise reload holds its running tensors and their loaders back."""
     info_of = _find(_LAYERWISE, "LAYERWISE_INFO")
@@ -306,12 +344,14 @@ def check() -> None:
     """
     lora_model_runner_mixin(), base_layer_with_lora(), logits_processor_with_lora(), auto_weights_loader()
     for module, name in (
-        ("vllm.model_executor.model_loader.base_loader", "initialize_model"),
+        (_BASE_LOADER, "initialize_model"),
+        (_BASE_LOADER, "process_weights_after_loading"),
         ("vllm.lora.utils", "_all_lora_classes"),
         ("vllm.lora.utils", "LogitsProcessorWithLoRA"),
         ("vllm.lora.model_manager", "LoRAModelManager"),
         (_LAYERWISE, "LAYERWISE_INFO"),
         (_LAYERWISE, "_place_kernel_tensors"),
         (_LAYERWISE, "_get_original_loader"),
+        (_LAYERWISE, "materialize_layer"),
     ):
         _find(module, name)

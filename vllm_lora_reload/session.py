@@ -54,7 +54,13 @@ class WorkerState:
     def discarded(self) -> None:
         """Level 2 has taken the weights pool."""
         self.lifecycle.slept(2)
+        self.lora.lost = True
         self.coverage.lose()
+
+    def reset_lora(self) -> None:
+        """Make LoRA state right; after a load of this worker's own, which never touches it, only if it was lost."""
+        if self.lora.lost or self._depth == 0:
+            self.lora.reset()
 
     def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The weights under checkpoint names, counted as the model takes them."""
@@ -80,7 +86,7 @@ class WorkerState:
         self._depth += 1
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
-            with torch.no_grad(), base_view(self.model):
+            with torch.no_grad(), base_view(self.model), seams.layers_observed(self.coverage.carry_over):
                 if self._depth > 1:
                     yield
                 else:

@@ -38,6 +38,29 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
                 yield item
 
 
+def modules_beside(model: nn.Module) -> list[nn.Module]:
+    """Modules that others hold only in plain attributes (a dict of attention layers, say), outside the module tree."""
+    known = set(model.modules())
+    found: list[nn.Module] = []
+    owners = list(known)
+    while owners:
+        for name, value in vars(owners.pop()).items():
+            for module in _modules_in(value) if name not in _REGISTERED else ():
+                fresh = [m for m in module.modules() if m not in known]
+                known.update(fresh)
+                found += fresh
+                owners += fresh
+    return found
+
+
+def _modules_in(value: object) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(item)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage: equal for two tensors that hold bytes exactly if they share memory."""
     return tensor.untyped_storage().data_ptr()
@@ -52,7 +75,8 @@ class UnregisteredTensors:
     """Base tensors that no loader fills and vLLM's wake-up does not restore: it saves only registered buffers.
 
     Layers, their quantization method or their attention backend keep them as plain attributes (attention ranges,
-    decompressed MLA projections, and the like). They are copied to the host at sleep and back at wake-up.
+    decompressed MLA projections, and the like), and some layers are in no module tree. They are copied to the host at
+    sleep and back at wake-up.
 
     Args:
         model: the model, right after it was loaded: what is created later is not in the weights pool.
@@ -66,13 +90,16 @@ class UnregisteredTensors:
     ) -> None:
         known = known | {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         found: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        for module in model.modules():
+        beside = modules_beside(model)
+        tensors = [t for m in beside for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        for module in (*model.modules(), *beside):
             helpers = (getattr(module, name, None) for name in ("quant_method", "impl", "scheme"))
             for owner in (module, *(helper for helper in helpers if hasattr(helper, "__dict__"))):
-                for _, tensor in tensors_of(owner):
-                    on_device = tensor.device.type == device.type and tensor.untyped_storage().nbytes() > 0
-                    if on_device and storage_key(tensor) not in known:
-                        found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
+                tensors += [tensor for _, tensor in tensors_of(owner)]
+        for tensor in tensors:
+            on_device = tensor.device.type == device.type and tensor.untyped_storage().nbytes() > 0
+            if on_device and storage_key(tensor) not in known:
+                found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
         for tensor in more:
             found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
         self._views = list(found.values())

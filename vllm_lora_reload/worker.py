@@ -18,7 +18,7 @@ class LoRAReloadWorker:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         seams.extend(self.model_runner, LoRAReloadModelRunner)
-        with seams.models_observed(self.model_runner.watch_first_load):
+        with seams.loading_observed(self.model_runner.watch_first_load, self.model_runner.watch_processing):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload = self.model_runner.lora_reload
 
@@ -55,7 +55,7 @@ class SingleShotTransfer:
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         with self.lora_reload.loading():
             super().update_weights(*args, **kwargs)  # type: ignore[misc]
-        self.model_runner.reset_lora_state()
+            self.model_runner.reset_lora_state()
 
 
 class TransferSessions:
@@ -85,9 +85,9 @@ class TransferSessions:
             return
         with self.lora_reload.loading():
             super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+            if not seams.engine_resets_lora():
+                self.model_runner.reset_lora_state()
         lifecycle.transfer = None
-        if not seams.engine_resets_lora():
-            self.model_runner.reset_lora_state()
 
 
 class DraftSessions:

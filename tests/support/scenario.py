@@ -121,7 +121,10 @@ def engine_args(scenario: Scenario, checkpoint: Path) -> dict[str, Any]:
     )
     if scenario.on_gpu:
         args |= dict(
-            worker_extension_cls="tests.support.pool.PoolExtension", enable_sleep_mode=True, gpu_memory_utilization=0.2
+            worker_extension_cls="tests.support.pool.PoolExtension",
+            enable_sleep_mode=True,
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=1 << 28,  # not measured, so that several engines can start side by side
         )
     else:
         args |= dict(worker_cls="tests.support.pool.PoolLossWorker")

@@ -1,5 +1,7 @@
 """Which parameters count as loaded: by what was written, not by what was said."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -124,6 +126,57 @@ def test_layer_built_on_meta_is_waited_for_as_a_whole() -> None:
     with coverage.recording():
         model.load("b")
     assert coverage.missing() == []
+
+
+class Derives(nn.Module):
+    """A layer with all kinds of tensors: loaded, left as built, and derived in place after the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.built = nn.Parameter(torch.full((2,), 2.0), requires_grad=False)
+        self.derived = nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
+        self.register_buffer("loaded_buffer", torch.full((2,), 4.0))
+        self.register_buffer("built_buffer", torch.full((2,), 5.0))
+        self.register_buffer("derived_buffer", torch.full((2,), 6.0))
+        self.register_buffer("absent", None)
+
+
+def started() -> tuple[nn.Module, Coverage]:
+    model = nn.Sequential(Derives(), Derives())
+    first = FirstLoad(model)
+    layer: Any = model[0]
+    with first.recording():
+        layer.loaded.fill_(10)
+        layer.loaded_buffer.fill_(10)
+    with first.processing():
+        layer.loaded.mul_(2)
+        layer.derived.copy_(layer.loaded)
+        layer.derived_buffer.copy_(layer.loaded)
+    return model, Coverage(model, first)
+
+
+def test_what_processing_derives_is_waited_for_and_what_nobody_writes_is_not() -> None:
+    model, coverage = started()
+    coverage.lose()
+    assert coverage.missing() == ["0.loaded", "0.derived"]
+    layers: Any = model
+    kept = [layers[0].built, layers[1].loaded, layers[1].built, layers[1].derived]
+    assert [id(tensor) for tensor in coverage.unloaded] == [id(tensor) for tensor in kept]
+
+
+def test_layer_made_anew_gets_what_no_load_writes() -> None:
+    """vLLM's layerwise reload copies every tensor of a layer over the running ones, unset memory too."""
+    model, coverage = started()
+    running = {name: tensor.clone() for name, tensor in (*model[0].named_parameters(), *model[0].named_buffers())}
+    layer: Any = model[0]
+    for name in running:
+        getattr(layer, name).fill_(-1)
+    running["built_buffer"] = layer.built_buffer  # never left its place
+    coverage.carry_over(layer, running)
+    values = {name: float(getattr(layer, name)[0]) for name in running}
+    assert values == dict(loaded=-1, built=2, derived=-1, loaded_buffer=10, built_buffer=-1, derived_buffer=-1)
+    coverage.carry_over(nn.Linear(1, 1), {})  # a layer that the first load did not touch
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 from vllm.lora import utils as lora_utils
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
+from vllm.model_executor.model_loader import base_loader
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_processing,
+    get_layerwise_info,
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from tests.support.wrapped import Wrapper
+from tests.support.manager import make_manager
 from vllm_lora_reload import SeamMissingError, seams
 
 WORKER_SEAMS = [
@@ -33,6 +34,8 @@ WORKER_SEAMS = [
     "vllm.lora.model_manager.LoRAModelManager",
     "vllm.model_executor.model_loader.reload.layerwise.LAYERWISE_INFO",
     "vllm.model_executor.model_loader.reload.layerwise._place_kernel_tensors",
+    "vllm.model_executor.model_loader.reload.layerwise.materialize_layer",
+    "vllm.model_executor.model_loader.base_loader.process_weights_after_loading",
 ]
 
 
@@ -240,30 +243,9 @@ def test_tables_stay_when_a_class_cannot_be_replaced() -> None:
 # --- Adapter manager ----------------------------------------------------------------------------------------------
 
 
-def adapter(number: int) -> LoRAModel:
-    """An adapter for ``up`` alone, its `lora_a` full of `number`."""
-    weights = LoRALayerWeights("up", 1, 1, torch.full((4,), float(number)), torch.zeros(4))
-    return LoRAModel(number, 1, {"up": weights})
-
-
 @pytest.fixture
 def manager() -> Any:
-    """vLLM's manager with 3 slots: adapter 2 in slot 0, 3 (pinned) in slot 1, 1 in slot 2; adapter 4 in none."""
-    made = object.__new__(LRUCacheLoRAModelManager)
-    made.lora_config = SimpleNamespace(max_loras=3, max_cpu_loras=5)
-    made.is_pooling_model = False
-    made.modules = {name: Wrapper(nn.Identity(), slots=3, width=4) for name in ("up", "down")}
-    made.lora_index_to_id = [None] * 3
-    made._registered_adapters = AdapterLRUCache(5, made.deactivate_adapter)
-    made._active_adapters = AdapterLRUCache(3, made._deactivate_adapter)
-    for number in (1, 2, 3, 4):
-        made._registered_adapters[number] = adapter(number)
-    for number in (2, 3, 1):
-        made.activate_adapter(number)
-    made.pin_adapter(3)
-    made._registered_adapters.touch(2)
-    made._active_adapters.touch(2)
-    return made
+    return make_manager()
 
 
 def bookkeeping(manager: Any) -> Any:
@@ -471,3 +453,50 @@ def test_abort_without_a_reload_changes_nothing(recorded: bool) -> None:
     seams.abort_layerwise_reload(model)
     assert all(tensors(model)[name] is before[name] for name in before)
     assert not hasattr(model, "_do_torchao_reload")
+
+
+def test_layers_that_a_reload_makes_are_shown_with_their_running_tensors() -> None:
+    model, before = model_on_meta()
+    seen: list[tuple[nn.Module, bool]] = []
+
+    def made(layer: nn.Module, running: dict[str, torch.Tensor]) -> None:
+        assert not layer.weight.is_meta and running["zeros"] is before["1.zeros"]
+        seen.append((layer, running["weight"] is before["1.weight"]))
+
+    with seams.layers_observed(made):
+        load(model, ["1.weight", "1.scale", "1.zeros"], 2)
+    assert seen == [(model[1], True)]
+    load(model, ["0.weight", "0.scale", "0.zeros"], 2)
+    assert len(seen) == 1
+
+
+def test_first_load_of_a_layer_shows_nothing() -> None:
+    """Online quantization uses the same steps at start-up, when nothing is running yet."""
+    layer = Linear()
+    record_metadata_for_reloading(layer)
+    get_layerwise_info(layer).load_numel_total = 1
+    with seams.layers_observed(lambda *args: pytest.fail("nothing was running")):
+        layerwise.materialize_layer(layer, get_layerwise_info(layer))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_building_and_processing_are_observed(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(base_loader, "initialize_model", lambda config: calls.append(config) or "model")
+    monkeypatch.setattr(
+        base_loader, "process_weights_after_loading", lambda model, config: calls.append((model, config))
+    )
+    originals = base_loader.initialize_model, base_loader.process_weights_after_loading
+
+    @contextmanager
+    def processing(model: Any) -> Iterator[None]:
+        calls.append("before")
+        yield
+        calls.append("after")
+
+    with suppress(ZeroDivisionError), seams.loading_observed(lambda model: calls.append(f"built {model}"), processing):
+        base_loader.process_weights_after_loading(base_loader.initialize_model("config"), "config")
+        if fails:
+            raise ZeroDivisionError
+    assert calls == ["config", "built model", "before", ("model", "config"), "after"]
+    assert (base_loader.initialize_model, base_loader.process_weights_after_loading) == originals

@@ -19,10 +19,15 @@ class FakeLoRA:
     def __init__(self, *args: Any) -> None:
         self.args = args
         self.storages = {1, 2}
-        self.saved = 0
+        self.saved = self.resets = 0
+        self.lost = False
 
     def save(self) -> None:
         self.saved += 1
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.lost = False
 
 
 class FakeUnregistered(FakeLoRA):
@@ -67,6 +72,20 @@ def test_parts_are_made_of_the_model(state: WorkerState) -> None:
 def test_save_keeps_both_parts(state: WorkerState) -> None:
     state.save()
     assert state.lora.saved == state.unregistered.saved == 1  # type: ignore[attr-defined]
+
+
+def test_lora_state_is_reset_by_hand_always_and_by_a_load_only_if_it_was_lost(state: WorkerState) -> None:
+    lora: Any = state.lora
+    state.reset_lora()
+    assert lora.resets == 1
+    with state.loading():
+        state.reset_lora()
+    assert lora.resets == 1
+    state.discarded()
+    with state.loading():
+        state.reset_lora()
+        state.reset_lora()
+    assert lora.resets == 2
 
 
 def test_incoming_weights_have_checkpoint_names_and_are_taken_one_by_one(state: WorkerState) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_lora_reload.tensors import UnregisteredTensors, storage_key, tensors_of, whole_storage
+from vllm_lora_reload.tensors import UnregisteredTensors, modules_beside, storage_key, tensors_of, whole_storage
 
 CPU = torch.device("cpu")
 
@@ -168,6 +168,24 @@ def test_registered_storages_are_skipped() -> None:
     wipe(model[0].weight, model[0].buffer)
     unregistered.restore()
     assert model[0].weight.isnan().all() and model[0].buffer.isnan().all()
+
+
+def test_modules_in_plain_attributes_only() -> None:
+    """The transformers backend keeps attention layers in a dict; vLLM saves no buffers of theirs at sleep."""
+    model = owner_with()
+    attention, inner = nn.Linear(2, 2), nn.Module()
+    inner.register_buffer("scale", ramp())
+    inner.plain = ramp(5)
+    attention.children_too = [(inner,)]
+    model[0].instances = {0: attention, 1: model}
+    assert modules_beside(model) == [attention, inner]
+    unregistered = UnregisteredTensors(model, CPU, known=set())
+    before = attention.weight.detach().clone()
+    unregistered.save()
+    wipe(attention.weight, inner.scale, inner.plain, model[0].weight)
+    unregistered.restore()
+    assert torch.equal(inner.scale, ramp()) and torch.equal(inner.plain, ramp(5))
+    assert torch.equal(attention.weight, before) and model[0].weight.isnan().all()
 
 
 def test_the_known_set_of_the_caller_is_not_changed() -> None:

@@ -28,6 +28,7 @@ class FakePart:
     def __init__(self, log: Log, name: str) -> None:
         self.log, self.name = log, name
         self.storages: set[int] = set()
+        self.lost = False
 
     def save(self) -> None:
         self.log(f"{self.name}.save")
