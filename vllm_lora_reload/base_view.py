@@ -57,4 +57,8 @@ def base_view(model: nn.Module) -> Iterator[nn.Module]:
 def checkpoint_names(weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Drop ``base_layer`` from the names, as callers that walked the wrapped model (or a PEFT model) give them."""
     for name, weight in weights:
-        yield name.replace(".base_layer.", "."), weight
+        yield checkpoint_name(name), weight
+
+
+def checkpoint_name(name: str) -> str:
+    return name.replace(".base_layer.", ".")

@@ -70,7 +70,7 @@ class WorkerState:
             yield name, weight
 
     @contextmanager
-    def loading(self, completes: bool = True, folder: Path | None = None) -> Iterator[None]:
+    def loading(self, completes: bool = True, folder: Path | None = None, patches: bool = False) -> Iterator[None]:
         """Run a load of base weights in the base view. The outermost block decides about success or failure.
 
         After an error, wrappers and parameters are in their places again, and base weights count as missing unless
@@ -79,6 +79,7 @@ class WorkerState:
         Args:
             completes: whether the weights are all there when the block ends (not so for a chunk of a transfer).
             folder: the checkpoint that is read, if the block reads one; named in errors.
+            patches: whether single elements are written, which brings no lost tensor back.
         """
         before = self._tensors_given
         if self._depth == 0:
@@ -87,7 +88,7 @@ class WorkerState:
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
             with torch.no_grad(), base_view(self.model), seams.layers_observed(self.coverage.carry_over):
-                if self._depth > 1:
+                if self._depth > 1 or patches:
                     yield
                 else:
                     with self.coverage.recording():

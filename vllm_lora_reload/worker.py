@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import seams
+from .base_view import checkpoint_name
 from .lifecycle import State, Transfer
 from .runner import LoRAReloadModelRunner
 from .session import WorkerState
@@ -46,15 +47,33 @@ class LoRAReloadWorker:
         return {"state": lifecycle.state.value, "error": lifecycle.error()}
 
 
+def _with_checkpoint_names(update_info: Any) -> Any:
+    """What a transfer brings, under names as without LoRA: not all of it passes through ``load_weights``.
+
+    `update_info` is a dict of the transfer backend's, or a list with one for every rank.
+    """
+    if isinstance(update_info, list):
+        return [_with_checkpoint_names(of_rank) for of_rank in update_info]
+    if isinstance(update_info, dict) and "names" in update_info:
+        return update_info | {"names": [checkpoint_name(name) for name in update_info["names"]]}
+    return update_info
+
+
+def _is_sparse(update_info: Any) -> bool:
+    if isinstance(update_info, list):
+        return any(_is_sparse(of_rank) for of_rank in update_info)
+    return isinstance(update_info, dict) and bool(update_info.get("num_updates_list"))
+
+
 class SingleShotTransfer:
     """Where a weight transfer is one call of ``update_weights`` (before 0.21)."""
 
     model_runner: Any
     lora_reload: WorkerState
 
-    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+    def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:
         with self.lora_reload.loading():
-            super().update_weights(*args, **kwargs)  # type: ignore[misc]
+            super().update_weights(_with_checkpoint_names(update_info), *args, **kwargs)  # type: ignore[misc]
             self.model_runner.reset_lora_state()
 
 
@@ -63,18 +82,22 @@ class TransferSessions:
 
     model_runner: Any
     lora_reload: WorkerState
+    _patched = False
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload.lifecycle.transfer = Transfer.MAIN
+        self._patched = False
 
-    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+    def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:
         """One chunk. Outside a session vLLM refuses it, and nothing was written."""
         if self.lora_reload.lifecycle.transfer is not Transfer.MAIN:
-            super().update_weights(*args, **kwargs)  # type: ignore[misc]
+            super().update_weights(update_info, *args, **kwargs)  # type: ignore[misc]
             return
-        with self.lora_reload.loading(completes=False):
-            super().update_weights(*args, **kwargs)  # type: ignore[misc]
+        patches = _is_sparse(update_info)
+        self._patched |= patches
+        with self.lora_reload.loading(completes=False, patches=patches):
+            super().update_weights(_with_checkpoint_names(update_info), *args, **kwargs)  # type: ignore[misc]
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """End the session. A draft model's session leaves LoRA state alone."""
@@ -83,7 +106,7 @@ class TransferSessions:
             super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
             lifecycle.transfer = None
             return
-        with self.lora_reload.loading():
+        with self.lora_reload.loading(completes=not self._patched or self.lora_reload.coverage.total > 0):
             super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
             if not seams.engine_resets_lora():
                 self.model_runner.reset_lora_state()

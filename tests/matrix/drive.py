@@ -9,6 +9,7 @@ in an engine. Sleep is simulated as in `tests.support.pool`; there is no forward
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -177,6 +178,27 @@ def load_as_verl(case: Case) -> None:
     case.process()
 
 
+def patch_and_patch_back(case: Case) -> None:
+    """Patches bring no lost tensor back; afterwards they change the elements that they name and nothing else."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    shape, weight = (full := dict(case.weights())[name]).shape, full.flatten()
+    patch = transfer.Patch(name, shape, torch.tensor([3, 1, 200], dtype=torch.int32), weight[:3] + 1)
+    case.model.load_weights([item for item in case.weights() if item[0] != name])
+    transfer.send_patch(case.worker, patch)
+    if not case.worker.lora_reload_status()["error"]:
+        raise RuntimeError("a patch counts as the whole tensor")
+    case.worker.reload_weights()
+    running = next(p for n, p in case.model.named_parameters() if n.replace(".base_layer", "") == name).view(-1)
+    transfer.send_patch(case.worker, patch)
+    changed = weight.clone()
+    changed[patch.indices.long()] = patch.values
+    if not torch.equal(running, changed):
+        raise RuntimeError("the patch did not do what it says")
+    wrapped = name.replace(".weight", ".base_layer.weight")
+    back = weight[patch.indices.long()]
+    transfer.send_patch(case.worker, dataclasses.replace(patch, name=wrapped, values=back))
+
+
 # Keys are those of `tests.matrix.PATHS`.
 LOADS: dict[str, Callable[[Case], Any]] = {
     "disk": lambda case: case.worker.reload_weights(),
@@ -188,6 +210,7 @@ LOADS: dict[str, Callable[[Case], Any]] = {
     "as verl": load_as_verl,
     "after failures": load_after_failures,
     "transfer": lambda case: transfer.send(case.worker, case.weights()),
+    "sparse": patch_and_patch_back,
 }
 
 
@@ -240,6 +263,9 @@ def drive(folder: Path) -> dict[str, dict[str, str]]:
         for path in PATHS:
             if path == "as verl" and family in refused:
                 results[family][path] = refused[family]
+                continue
+            if path == "sparse" and not transfer.SPARSE:
+                results[family][path] = f"{NO_SUCH_PATH}: the release has no sparse transfer"
                 continue
             results[family][path], case = cell(folder, family, LOADS[path], case)
         results[family]["no reset"] = cell(folder, family, LOADS["disk"], case, "reset")[0]

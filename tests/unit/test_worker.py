@@ -1,5 +1,7 @@
 """The worker's part in front of small fake workers: what happens in which order, and when not."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -228,6 +230,42 @@ def test_session_runs_in_the_base_view_and_resets_once_at_the_end(worker: Any, l
     worker.finish_weight_update()
     assert log == ["finish in view", "reset"]
     assert worker.lora_reload_status() == {"state": "complete", "error": None}
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_names_in_a_chunk_lose_base_layer(worker: Any, log: Log, per_rank: bool) -> None:
+    """Kernel format and patches are looked up by name, with no ``load_weights`` in between."""
+    given, wanted = ({"names": [name, "b"], "other": 1} for name in ("a.base_layer.weight", "a.weight"))
+    worker.start_weight_update()
+    worker.update_weights([given] if per_rank else given)
+    assert log[-1] == f"update {[wanted] if per_rank else wanted} in view"
+    assert given["names"][0] == "a.base_layer.weight"
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_patch_brings_no_lost_tensor_back(worker: Any, followed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        yield
+        recorded.append(worker.lora_reload.lifecycle.state.value)
+
+    coverage = worker.lora_reload.coverage
+    monkeypatch.setattr(coverage, "recording", recording)
+    monkeypatch.setattr(type(coverage), "total", int(followed))
+    monkeypatch.setattr(coverage, "missing", lambda: ["up.weight"])
+    discard(worker)
+    worker.start_weight_update()
+    worker.update_weights({"names": ["up.weight"], "num_updates_list": [2]})
+    assert recorded == []
+    worker.finish_weight_update()
+    assert worker.lora_reload_status()["state"] == "missing"
+    worker.start_weight_update()
+    monkeypatch.setattr(coverage, "missing", list)
+    worker.update_weights({"names": ["up.weight"]})
+    worker.finish_weight_update()
+    assert worker.lora_reload_status()["state"] == "complete", "the next session is not a sparse one"
 
 
 def test_start_passes_its_arguments_on(worker: Any, log: Log) -> None:
