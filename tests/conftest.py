@@ -8,4 +8,5 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",  # tiny tensors
 )

@@ -14,19 +14,47 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .tensors import storage_key
+Region = tuple[object, ...]
 
-Region = tuple[object, ...]  # offset, shape, strides
+
+def _region(tensor: torch.Tensor) -> Region:
+    """Which elements of its storage a tensor is: the same for every view of the same ones in the same order."""
+    dims: list[tuple[int, int]] = []  # size and stride, from the outermost
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        elif size != 1:
+            dims.append((size, stride))
+    return tensor.storage_offset(), *dims
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+class Identities:
+    """Numbers for storages that stay theirs alone while this lives, also after a storage is freed.
+
+    Addresses of their memory would not do: a tensor that quantization makes can lie where one that it replaced was.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, StorageWeakRef] = {}
+
+    def of(self, tensor: torch.Tensor) -> int:
+        self._refs[_identity(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        return _identity(tensor)
 
 
 class WriteRecorder(TorchDispatchMode):
     """Notes which regions of the watched storages are written while the mode is on.
 
     Args:
-        watched: storages, by `storage_key`. They must stay alive, so that their addresses are theirs alone.
+        watched: by `Identities.of`, which must be kept as long as this.
     """
 
     def __init__(self, watched: Iterable[int]) -> None:
@@ -46,12 +74,11 @@ class WriteRecorder(TorchDispatchMode):
         return out
 
     def _note(self, tensor: object) -> None:
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (key := storage_key(tensor)) in self._regions:
-            region = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
-            self._regions[key][region] = tensor.numel() * tensor.element_size()
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (key := _identity(tensor)) in self._regions:
+            self._regions[key][_region(tensor)] = tensor.numel() * tensor.element_size()
 
     def written(self, key: int) -> int:
-        """Bytes written to the storage so far, a region that was written twice counted once."""
+        """Bytes written to the storage so far; what was written twice through views of one region counts once."""
         return sum(self._regions[key].values())
 
 
@@ -74,7 +101,8 @@ class FirstLoad:
         tensors = [(m, t) for m in model.modules() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
         # Online quantization builds parameters on the meta device and makes them real while it loads.
         self.modules = {module for module, tensor in tensors if tensor.is_meta}
-        self._owners = [(module, storage_key(tensor)) for module, tensor in tensors if not tensor.is_meta]
+        self._identities = Identities()
+        self._owners = [(module, self._identities.of(tensor)) for module, tensor in tensors if not tensor.is_meta]
         self.built = {key for _, key in self._owners}
         self._recorder = WriteRecorder(self.built)
         self.written: dict[int, int] = {}
@@ -96,11 +124,11 @@ class FirstLoad:
 
     def never_derived(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor holds what its layer was built with or what was loaded into it."""
-        return (key := storage_key(tensor)) in self.built and key not in self.processed
+        return (key := _identity(tensor)) in self.built and key not in self.processed
 
     def never_wrote(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor holds what its layer was built with."""
-        return self.never_derived(tensor) and storage_key(tensor) not in self.written
+        return self.never_derived(tensor) and _identity(tensor) not in self.written
 
     @property
     def known(self) -> bool:
@@ -122,14 +150,15 @@ class Coverage:
 
     def __init__(self, model: nn.Module, first: FirstLoad | None) -> None:
         self._model = model
+        self._identities = Identities()
         self._needed: dict[int, tuple[str, int]] = {}
         self._lasting: dict[nn.Module, list[str]] = {}
         self.unloaded: list[torch.Tensor] = []
         if first is not None and first.known:
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(recurse=False):
-                    if key := storage_key(parameter):
-                        self._add(f"{prefix}.{name}" if prefix else name, key, parameter, module, first)
+                    if not parameter.is_meta and parameter.untyped_storage().nbytes():
+                        self._add(f"{prefix}.{name}" if prefix else name, parameter, module, first)
                 if module in first.modules:
                     self._lasting[module] = [
                         *(n for n, p in module._parameters.items() if p is not None and first.never_wrote(p)),
@@ -138,9 +167,11 @@ class Coverage:
         self._missing: dict[int, tuple[str, int]] = {}
         self._recorder: WriteRecorder | None = None
 
-    def _add(self, name: str, key: int, parameter: torch.Tensor, module: nn.Module, first: FirstLoad) -> None:
+    def _add(self, name: str, parameter: torch.Tensor, module: nn.Module, first: FirstLoad) -> None:
+        key = self._identities.of(parameter)
         if key in first.written:
-            self._needed.setdefault(key, (name, first.written[key]))
+            # No more than there is: loaders may fill the whole before they write its parts.
+            self._needed.setdefault(key, (name, min(first.written[key], parameter.untyped_storage().nbytes())))
         elif module in first.modules and not first.never_wrote(parameter):
             # Made from what was loaded: a reload writes all of it.
             self._needed.setdefault(key, (name, parameter.numel() * parameter.element_size()))
@@ -179,7 +210,7 @@ class Coverage:
             return
         with self._recorder:
             yield
-        in_use = {storage_key(parameter) for parameter in self._model.parameters()}
+        in_use = {_identity(parameter) for parameter in self._model.parameters()}
         self._missing = {
             key: (name, needed)
             for key, (name, needed) in self._missing.items()

@@ -1,8 +1,11 @@
 """Other ways in, other models, with real sleep mode."""
 
+import importlib.util
+
 import pytest
 import torch
 
+from tests.support.quantized import METHODS
 from tests.support.scenario import Scenario, run
 
 pytestmark = [
@@ -28,3 +31,22 @@ def test_online_fp8() -> None:
     report = run(Scenario(cycles=2, ways=("reload", "ipc"), on_gpu=True, engine=engine, max_tokens=8), **ENV)
     assert len(report.cycles) == 2 and report.distinct_answers == 3
     assert report.right, report
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantized_checkpoint(method: str) -> None:
+    """Repacked kernel tensors, from disk and in kernel format."""
+    ways = ("reload", "kernel")
+    report = run(Scenario(cycles=2, quantization=method, ways=ways, on_gpu=True, max_tokens=8), **ENV)
+    assert len(report.cycles) == 2 and report.distinct_answers == 3
+    assert report.right, report
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("way", ["nccl", "sparse"])
+def test_transfer_from_another_gpu(way: str) -> None:
+    """All tensors, and single elements; for these, later releases have a backend of their own."""
+    own_backend = importlib.util.find_spec("vllm.distributed.weight_transfer.sparse_nccl_engine") is not None
+    engine = {"weight_transfer_config": {"backend": "sparse_nccl" if way == "sparse" and own_backend else "nccl"}}
+    report = run(Scenario(cycles=2, ways=(way,), on_gpu=True, engine=engine, max_tokens=8), **ENV)
+    assert len(report.cycles) == 2 and report.right, report

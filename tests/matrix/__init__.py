@@ -16,7 +16,8 @@ PATHS = {
     "after failures": "`reload_weights()`, after a stream of weights that broke off and one with a wrong shape",
     "transfer": "weight transfer with vLLM's NCCL engine, tensors handed over in the process; a session of several "
     "chunks where the release has sessions (from 0.21), else one call",
-    "sparse": "`reload_weights()`, then two transfers of single elements with vLLM's sparse form, where the release has it",
+    "sparse": "`reload_weights()`, then single elements changed and changed back with vLLM's sparse transfer, where the "
+    "release has it",
 }
 
 # The same from disk, in a state that must not give the bytes that were there before.

@@ -6,23 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints import make_adapter, make_checkpoint
+from .quantized import quantize
 from .scenario import PROMPTS, Scenario, engine_args
 
 Answers = dict[str, list[list[int]]]
 
 
 class Engine:
-    """A tiny Llama with two adapters, loaded and answering; its checkpoint lies in three shards."""
+    """A tiny Llama with two adapters, loaded and answering; its checkpoint lies in three shards.
 
-    def __init__(self, folder: Path) -> None:
+    `quantization` is one of `quantized.METHODS`; the checkpoint as it was before is then in the folder ``source``.
+    """
+
+    def __init__(self, folder: Path, quantization: str | None = None) -> None:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
         self.folder = folder
-        self.checkpoint = make_checkpoint(folder / "model", "llama", shards=3)
+        self.checkpoint = source = make_checkpoint(folder / ("source" if quantization else "model"), shards=3)
+        if quantization:
+            self.checkpoint = quantize(source, folder / "model", quantization)
         self.requests: dict[str, Any] = {"base": None}
         for number in (1, 2):
-            path = make_adapter(folder / f"adapter{number}", self.checkpoint, seed=number)
+            path = make_adapter(folder / f"adapter{number}", source, seed=number)
             self.requests[f"adapter {number}"] = LoRARequest(f"adapter{number}", number, str(path))
         self.llm = LLM(**engine_args(Scenario(), self.checkpoint))
         self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

@@ -97,6 +97,14 @@ class PoolInspector:
             for name, tensor in load_file(file).items():
                 model.load_weights([(name, tensor.to(device))])
 
+    def keep_kernel_format(self, wanted: bool) -> None:
+        """Remember the parameters as the running model holds them, for `reload_kernel_format`."""
+        named = self.model_runner.get_model().named_parameters() if wanted else ()
+        self._kernel_format = [(name, parameter.detach().to("cpu", copy=True)) for name, parameter in named]
+
+    def reload_kernel_format(self) -> None:
+        self.model_runner.reload_weights(weights_iterator=iter(self._kernel_format), is_checkpoint_format=False)
+
     def take_out(self, part: str) -> None:
         """Negative control: disable one part of the package in this worker.
 

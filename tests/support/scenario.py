@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,9 @@ class Scenario:
     """What to run.
 
     `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`). `ways` are taken in
-    turn to bring the weights back: ``reload`` (from disk), ``direct`` (one tensor a call) or ``ipc`` (weight transfer).
+    turn to bring the weights back: ``reload`` (from disk), ``direct`` (one tensor a call), ``kernel`` (kernel format),
+    ``ipc``, ``nccl`` (weight transfer) or ``sparse`` (from disk, then single elements there and back by transfer).
+    `quantization` is one of `quantized.METHODS`: the checkpoint's own, not one that vLLM applies while loading.
     """
 
     family: str = "llama"
@@ -42,6 +47,7 @@ class Scenario:
     control: str | None = None
     on_gpu: bool = False
     ways: tuple[str, ...] = ("reload",)
+    quantization: str | None = None
 
 
 @dataclass
@@ -85,12 +91,18 @@ def run(scenario: Scenario, plugins: str = "lora_reload", timeout: float = 500, 
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "report.json"), Path(folder, "log.txt")
         environ = os.environ | {"VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"} | env
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
+        paths = [str(ROOT), environ.get("PYTHONPATH")]
+        if importlib.util.find_spec("ray") is None:  # vLLM 0.24's IPC backend imports it, for trainers in Ray only
+            Path(folder, "ray.py").touch()
+            paths.append(folder)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-m", "tests.support.scenario", json.dumps(dataclasses.asdict(scenario)), str(out)]
         with log.open("wb") as sink:
             process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=sink, stderr=sink, start_new_session=True)
             try:
                 process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                sink.write(f"\nstill running after {timeout} s\n".encode())
             finally:  # the engine core and its workers are processes of the same group
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -143,6 +155,10 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     for number in range(1, scenario.adapters + 1):
         path = make_adapter(folder / f"adapter{number}", checkpoint, seed=number)
         requests[f"adapter {number}"] = LoRARequest(f"adapter{number}", number, str(path))
+    if scenario.quantization:
+        from .quantized import quantize
+
+        checkpoint = quantize(checkpoint, folder / "quantized", scenario.quantization)
     llm = LLM(**engine_args(scenario, checkpoint))
     greedy = SamplingParams(temperature=0, max_tokens=scenario.max_tokens, ignore_eos=True)
 
@@ -158,6 +174,8 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     answers()  # adapters load here, so that every later call finds the engine in the same state
     before = answers()
     pool_tensors = len(llm.collective_rpc("pool_digests")[0])
+    llm.collective_rpc("keep_kernel_format", args=("kernel" in scenario.ways,))
+    trainer = functools.cache(lambda: NcclTrainer(llm))
     mappings = llm.collective_rpc("logits_mapping_sizes")[0]
     steps: dict[str, Callable[[], Any]] = {
         "sleep": lambda: llm.sleep(level=2),
@@ -169,10 +187,17 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     def load(way: str) -> None:
         if way == "reload":
             llm.collective_rpc("reload_weights")
+        elif way == "kernel":
+            llm.collective_rpc("reload_kernel_format")
         elif way == "direct":
             llm.collective_rpc("load_one_by_one", args=(str(checkpoint),))
         elif way == "ipc":
             send_by_ipc(llm, checkpoint)
+        elif way == "nccl":
+            trainer().send(checkpoint)
+        elif way == "sparse":
+            llm.collective_rpc("reload_weights")
+            trainer().patch_and_patch_back(checkpoint)
         else:
             raise ValueError(way)
 
@@ -215,29 +240,99 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     )
 
 
+def checkpoint_tensors(checkpoint: Path, device: str) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {name: tensor.to(device) for file in files for name, tensor in load_file(file).items()}
+
+
+def update_info(tensors: dict[str, Any]) -> dict[str, Any]:
+    """What every transfer backend wants to know of the tensors."""
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+
+
 def send_by_ipc(llm: Any, checkpoint: Path) -> None:
     """A weight transfer session with the IPC engine; this process is the trainer.
 
     The update info is what vLLM's own trainer side makes for one rank, unpacked.
     """
     import torch
-    from safetensors.torch import load_file
     from torch.multiprocessing.reductions import reduce_tensor
 
     uuid = str(torch.cuda.get_device_properties(0).uuid)
-    files = sorted(checkpoint.glob("*.safetensors"))
-    tensors = {name: tensor.cuda() for file in files for name, tensor in load_file(file).items()}
-    info = {
-        "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "ipc_handles": [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors.values()],
-    }
+    tensors = checkpoint_tensors(checkpoint, "cuda:0")
+    info = update_info(tensors) | {"ipc_handles": [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors.values()]}
     llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     llm.collective_rpc("start_weight_update")
     llm.collective_rpc("update_weights", kwargs={"update_info": info})
     llm.collective_rpc("finish_weight_update")
     torch.cuda.synchronize()
+
+
+class NcclTrainer:
+    """This process as a trainer on the second GPU, for vLLM's NCCL backends; the engine has one rank on the first."""
+
+    DEVICE = "cuda:1"
+
+    def __init__(self, llm: Any) -> None:
+        import torch
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.network_utils import get_open_port
+
+        self.llm = llm
+        self._side = ThreadPoolExecutor(1)
+        torch.cuda.set_device(self.DEVICE)
+        meeting = {"master_address": "127.0.0.1", "master_port": get_open_port(), "world_size": 2}
+        joined = self._call("init_weight_transfer_engine", init_info=meeting | {"rank_offset": 1})
+        group = StatelessProcessGroup.create("127.0.0.1", meeting["master_port"], rank=0, world_size=2)
+        self._group = PyNcclCommunicator(group, device=torch.device(self.DEVICE))
+        joined.result()
+
+    def _call(self, method: str, **kwargs: Any) -> Any:
+        """Both sides meet in NCCL calls, so the engine's side runs in a thread."""
+        return self._side.submit(self.llm.collective_rpc, method, kwargs=kwargs)
+
+    def _session(self, info: dict[str, Any], tensors: list[Any], **start: Any) -> None:
+        import torch
+
+        self._call("start_weight_update", **start).result()
+        received = self._call("update_weights", update_info=info)
+        for tensor in tensors:
+            self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+        received.result()
+        self._call("finish_weight_update").result()
+
+    def send(self, checkpoint: Path) -> None:
+        """All tensors, one after another."""
+        tensors = checkpoint_tensors(checkpoint, self.DEVICE)
+        self._session(update_info(tensors), list(tensors.values()))
+
+    def patch_and_patch_back(self, checkpoint: Path) -> None:
+        """Change three elements of a wrapped layer, then restore them, under its name in the wrapped model."""
+        import torch
+
+        name = "model.layers.0.self_attn.o_proj.weight"
+        weight = checkpoint_tensors(checkpoint, self.DEVICE)[name]
+        indices = torch.tensor([3, 1, 200], dtype=torch.int32, device=self.DEVICE)
+        old = weight.flatten()[indices.long()]
+        wrapped = {name.replace(".weight", ".base_layer.weight"): weight}
+        info = update_info(wrapped) | {"num_updates_list": [len(indices)]}
+        start = {}
+        if importlib.util.find_spec("vllm.distributed.weight_transfer.sparse_nccl_engine") is None:
+            info["update_kind"] = "sparse_flat"  # a form of the NCCL backend, before it had a backend of its own
+            start = {"is_checkpoint_format": False}
+        before = self.llm.collective_rpc("pool_digests")[0]
+        self._session(info, [indices, old + 1], **start)
+        after = self.llm.collective_rpc("pool_digests")[0]
+        if len(changed := [key for key in before if before[key] != after[key]]) != 1:
+            raise RuntimeError(f"a patch of one tensor changed {changed}")
+        self._session(info, [indices, old], **start)
 
 
 def main(config: str, out: str) -> None:

@@ -103,6 +103,54 @@ def test_every_way_of_writing_counts(model: Model, write: object) -> None:
     assert coverage.missing() == ["norm.weight"]
 
 
+def test_views_of_one_region_count_once(model: Model) -> None:
+    """A scale is written as a scalar by one loader and as a vector of one by another."""
+    coverage = covered(model, "a", "b", "norm")
+    part = model.fused.weight[:2]
+    with coverage.recording():
+        for view in (part, part.view(-1), part.view(2, 2, 2), part.unsqueeze(1), part[None]):
+            view.fill_(1)
+        model.fused.weight[3].fill_(1)
+        model.fused.weight[3:4].fill_(1)
+    assert "fused.weight" in coverage.missing()
+    with coverage.recording():
+        model.fused.weight[2:, ::2].fill_(1)
+        model.fused.weight[2:, 1::2].fill_(1)
+    assert "fused.weight" not in coverage.missing()
+
+
+def test_first_load_that_wrote_some_twice_asks_for_no_more_than_there_is(model: Model) -> None:
+    first = FirstLoad(model)
+    with first.recording():
+        model.fused.weight.fill_(0)
+        model.load("a", "b", "norm")
+    coverage = Coverage(model, first)
+    coverage.lose()
+    with coverage.recording():
+        model.fused.weight.copy_(torch.ones(6, 4))
+    assert coverage.missing() == ["norm.weight"]
+
+
+def test_address_of_a_freed_tensor_means_nothing() -> None:
+    """Quantization frees what was loaded; what it makes may lie at the same address."""
+    layer: Any = nn.Module()
+    memory = bytearray(64)
+    layer.weight = nn.Parameter(torch.frombuffer(memory, dtype=torch.float32)[:4], requires_grad=False)
+    layer.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+    first = FirstLoad(layer)
+    with first.recording():
+        layer.scale.fill_(2)
+    with first.processing():
+        address = layer.weight.data_ptr()
+        del layer.weight
+        layer.weight = nn.Parameter(torch.frombuffer(memory, dtype=torch.float32)[:2], requires_grad=False)
+    assert layer.weight.data_ptr() == address
+    coverage = Coverage(layer, first)
+    coverage.lose()
+    assert sorted(coverage.missing()) == ["scale", "weight"], "made in processing, so a reload has to make it again"
+    assert coverage.unloaded == []
+
+
 def test_reading_does_not_count(model: Model) -> None:
     coverage = covered(model, "a", "b", "norm")
     with coverage.recording():
