@@ -1,90 +1,174 @@
-"""The front end's part: no request enters the engine while base weights are missing.
+"""The front end's part: no request enters the engine while what it needs is missing.
 
-Whatever can take weights away or bring them passes through ``sleep``, ``wake_up`` or ``collective_rpc`` of the front
-end. Each counts; a request that finds the count changed since the workers last said that all is well asks them once.
-Requests in between, and all requests of an engine that never sleeps, ask nothing.
+Whatever can take weights away or bring them passes through ``sleep``, ``wake_up``, ``add_lora``, ``remove_lora`` or
+``collective_rpc`` of the front end. Each counts; a request that finds the count changed since the workers were last
+asked asks them once. Requests in between, and all requests of an engine that never sleeps, ask nothing.
 """
 
 from __future__ import annotations
 
 import abc
+import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import seams
-from .errors import WeightsMissingError
+from .errors import AdapterMissingError, WeightsMissingError
+from .settings import Settings
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+Status = dict[str, Any]
+
+
+@dataclass
+class Guard:
+    """What one front end knows of its workers.
+
+    Attributes:
+        warn_only: whether requests are answered all the same (setting ``on_missing``).
+        calls: how many calls were made that can change how workers stand.
+        checked: the value of `calls` when they were last asked.
+        error: why no request can be answered now.
+        adapters: why requests for an adapter cannot, by id.
+        versions: version of every adapter that this front end has updated, by id.
+    """
+
+    warn_only: bool
+    calls: int = 0
+    checked: int = 0
+    error: str | None = None
+    adapters: dict[int, str] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def stale(self) -> bool:
+        return self.calls != self.checked
+
+    def learn(self, statuses: list[Status], calls: int) -> None:
+        """Take in what the workers answered, asked when `calls` calls had been made."""
+        errors = [f"rank {rank}: {status['error']}" for rank, status in enumerate(statuses) if status["error"]]
+        more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
+        self.error = errors[0] + more if errors else None
+        self.adapters = {int(number): why for status in statuses for number, why in status["adapters"].items()}
+        # Loads inside a worker pass no front end, so an error is looked at again with every request.
+        self.checked = calls if not errors and not self.adapters else calls - 1
+        if self.error and self.warn_only:
+            logger.warning("Answering although %s", self.error)
+
+    def refuse(self, lora_request: Any) -> None:
+        """Raises:
+        WeightsMissingError: base weights are missing or asleep; the message says why and what mends it.
+        AdapterMissingError: the request's adapter is not in its slot.
+        """
+        if self.error and not self.warn_only:
+            raise seams.as_request_error(WeightsMissingError)(self.error)
+        number = getattr(lora_request, "lora_int_id", None)
+        if number in self.adapters:
+            raise seams.as_request_error(AdapterMissingError)(
+                f"adapter {lora_request.lora_name!r} is not there: {self.adapters[number]}. Bring it again with "
+                "update_adapter, or with remove_lora and add_lora, then ask again."
+            )
+
+    def updated(self, engine: Any, number: int, version: int) -> None:
+        """From now on the adapter's requests find no prefix that an older version of it has cached."""
+        if not self.versions:
+            seams.requests_marked(engine, self._mark)
+        self.versions[number] = version
+
+    def _mark(self, request: Any) -> None:
+        number = getattr(request.lora_request, "lora_int_id", None)
+        if number in self.versions:
+            request.cache_salt = f"{request.cache_salt or ''}|adapter version {self.versions[number]}"
 
 
 def guard(engine: Any) -> None:
     """Extend one ``LLMEngine`` or ``AsyncLLM``."""
     _, async_llm = seams.engine_classes()
+    engine.lora_reload = Guard(warn_only=Settings.of(engine.vllm_config).on_missing == "warn")
     seams.extend(engine, GuardedAsyncLLM if isinstance(engine, async_llm) else GuardedLLMEngine)
-    engine._lora_reload_calls = engine._lora_reload_checked = 0
 
 
-def _refuse(statuses: list[dict[str, str | None]]) -> None:
-    errors = [f"rank {rank}: {status['error']}" for rank, status in enumerate(statuses) if status["error"]]
-    if errors:
-        refusal = seams.as_request_error(WeightsMissingError)
-        raise refusal(errors[0] if len(errors) == 1 else f"{errors[0]} (and {len(errors) - 1} more ranks)")
+def _lora_request(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a call of ``add_request``; None if there is none."""
+    if "lora_request" in kwargs:
+        return kwargs["lora_request"]
+    return next((each for each in args if hasattr(each, "lora_int_id")), None)
 
 
 class GuardedLLMEngine:
     """Mixed in before ``LLMEngine``."""
 
-    _lora_reload_calls: int
-    _lora_reload_checked: int
+    lora_reload: Guard
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's.
 
         Raises:
-            WeightsMissingError: base weights are missing; the message says why and what loads them.
+            WeightsMissingError, AdapterMissingError: see `Guard.refuse`.
         """
-        calls = self._lora_reload_calls
-        if calls != self._lora_reload_checked:
-            _refuse(super().collective_rpc("lora_reload_status"))  # type: ignore[misc]
-            self._lora_reload_checked = calls
+        state = self.lora_reload
+        if state.stale:
+            calls = state.calls
+            state.learn(super().collective_rpc("lora_reload_status"), calls)  # type: ignore[misc]
+            state.refuse(_lora_request(args, kwargs))
         return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        self._lora_reload_calls += 1
+        self.lora_reload.calls += 1
         return super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> Any:
-        self._lora_reload_calls += 1
+        self.lora_reload.calls += 1
         return super().wake_up(*args, **kwargs)  # type: ignore[misc]
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        self._lora_reload_calls += 1
+        self.lora_reload.calls += 1
         return super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
+
+    def add_lora(self, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.calls += 1
+        return super().add_lora(*args, **kwargs)  # type: ignore[misc]
+
+    def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.calls += 1
+        return super().remove_lora(*args, **kwargs)  # type: ignore[misc]
 
 
 class GuardedAsyncLLM(abc.ABC):
     """Mixed in before ``AsyncLLM``. An ABC like it: Python changes an object's class only to one of the same layout."""
 
-    _lora_reload_calls: int
-    _lora_reload_checked: int
+    lora_reload: Guard
 
     async def add_request(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's.
 
         Raises:
-            WeightsMissingError: base weights are missing; the message says why and what loads them.
+            WeightsMissingError, AdapterMissingError: see `Guard.refuse`.
         """
-        calls = self._lora_reload_calls
-        if calls != self._lora_reload_checked:
-            _refuse(await super().collective_rpc("lora_reload_status"))  # type: ignore[misc]
-            self._lora_reload_checked = calls
+        state = self.lora_reload
+        if state.stale:
+            calls = state.calls
+            state.learn(await super().collective_rpc("lora_reload_status"), calls)  # type: ignore[misc]
+            state.refuse(_lora_request(args, kwargs))
         return await super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     async def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        self._lora_reload_calls += 1
+        self.lora_reload.calls += 1
         return await super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
-        self._lora_reload_calls += 1
+        self.lora_reload.calls += 1
         return await super().wake_up(*args, **kwargs)  # type: ignore[misc]
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        self._lora_reload_calls += 1
+        self.lora_reload.calls += 1
         return await super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
+
+    async def add_lora(self, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.calls += 1
+        return await super().add_lora(*args, **kwargs)  # type: ignore[misc]
+
+    async def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.calls += 1
+        return await super().remove_lora(*args, **kwargs)  # type: ignore[misc]

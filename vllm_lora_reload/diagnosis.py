@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,14 @@ def annotate(error: Exception, note: str) -> None:
         error.args = (note,)
     elif hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)
+
+
+def adapter_rank(folder: str) -> int | None:
+    """The ``r`` that a PEFT folder's config states, if it can be read."""
+    try:
+        return int(json.loads(Path(folder, "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def where(tensor: str | None, folder: Path | None) -> str | None:

@@ -69,6 +69,8 @@ class Lifecycle:
 
     def error(self) -> str | None:
         """Why a request cannot be answered now, and what mends it; None if it can."""
+        if self.asleep:
+            return f'the engine sleeps at level {self.asleep}. Call wake_up(["weights"]), then ask again.'
         if self.reason is None:
             return None
         return (

@@ -7,12 +7,14 @@ host at sleep and copied back. The logits mapping is rebuilt by its layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import seams
+from .slots import Stack
 from .tensors import storage_key, tensors_of, whole_storage
 
 
@@ -31,10 +33,9 @@ class LoRAState:
     def __init__(self, model: nn.Module, manager: Any, device: torch.device) -> None:
         self.manager = manager
         wrapper_class = seams.base_layer_with_lora()
-        self.wrappers = [module for module in model.modules() if isinstance(module, wrapper_class)]
-        self.logits_processors = [
-            wrapper for wrapper in self.wrappers if hasattr(wrapper, "reset_sharded_to_full_mapping")
-        ]
+        names = {module: name for name, module in model.named_modules() if isinstance(module, wrapper_class)}
+        wrappers = list(names)
+        self.logits_processors = [wrapper for wrapper in wrappers if hasattr(wrapper, "reset_sharded_to_full_mapping")]
         punica = seams.punica_wrappers(manager)
         base = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         mappings = {
@@ -43,20 +44,25 @@ class LoRAState:
             if (tensor := wrapper.sharded_to_full_mapping_gpu) is not None
         }
         stacks: dict[int, torch.Tensor] = {}
+        self.stack_of: dict[int, Stack] = {}
         metadata: dict[int, torch.Tensor] = {}
         self._with_metadata: list[Any] = []  # wrappers that mark in a small tensor which slots are in use
-        for owner in (*self.wrappers, *punica):
+        for owner in (*wrappers, *punica):
             owned = {
                 key: (name, tensor)
                 for name, tensor in tensors_of(owner)
                 if (key := storage_key(tensor)) not in base | mappings and tensor.device.type == device.type
             }
             beside = {key: tensor for key, (name, tensor) in owned.items() if "stacked" not in name}
-            stacks |= {key: tensor for key, (_, tensor) in owned.items() if key not in beside}
+            for key, (name, tensor) in owned.items():
+                if key not in beside:
+                    stacks[key] = tensor
+                    self.stack_of[key] = Stack(names.get(owner, ""), _filled(owner, name), tensor.shape[1:])
             metadata |= beside
             if beside and owner not in punica:
                 self._with_metadata.append(owner)
         self.storages = stacks.keys() | metadata.keys() | mappings
+        self._slots = list(stacks.values())
         self.stacks = [whole_storage(tensor) for tensor in stacks.values()]
         self.metadata = [whole_storage(tensor) for tensor in metadata.values()]
         # vLLM leaves punica's index tensors unset until the first batch with LoRA fills a part of them, and a padded
@@ -73,21 +79,24 @@ class LoRAState:
         """Keep the metadata in host memory as it is now, for the next `reset`."""
         self._saved = [tensor.to("cpu", copy=True) for tensor in self.metadata]
 
-    def reset(self) -> None:
+    def reset(self, write: Callable[[int, int, bool], None]) -> None:
         """Make all LoRA state right, whatever its memory holds now.
 
         Adapters that the manager has in slots are written there again from host memory; free slots become zero. The
         manager's bookkeeping (slot table, pins, LRU order) stays as it is. Metadata becomes what it was at a `save`
         since the last reset, else what it was when the model was wrapped.
+
+        Args:
+            write: called with a slot, which is zero, the adapter id that belongs there, and whether the metadata knows
+                of it.
         """
         saved, self._saved = self._saved, None
         for tensor, value in zip(self.metadata, saved or self._initial, strict=True):
             tensor.zero_() if value is None else tensor.copy_(value)
-        for stack in self.stacks:
-            stack.zero_()
+        torch._foreach_zero_(self.stacks)
         for index, adapter_id in enumerate(seams.slots(self.manager)):
             if adapter_id is not None:
-                seams.write_slot(self.manager, index, adapter_id)
+                write(index, adapter_id, saved is not None)
             elif saved is None:
                 for wrapper in self._with_metadata:
                     wrapper.reset_lora(index)
@@ -95,3 +104,14 @@ class LoRAState:
             logits_processor.reset_sharded_to_full_mapping()
         seams.forget_mapping(self.manager)
         self.lost = False
+
+    def clear_slot(self, index: int) -> None:
+        """Zero one slot of every stack."""
+        torch._foreach_zero_([stack[index] for stack in self._slots])
+
+
+def _filled(owner: Any, name: str) -> int | None:
+    """See `Stack.whole`."""
+    if not isinstance(owner, seams.linear_with_lora()):
+        return None
+    return {"lora_a_stacked": -1, "lora_b_stacked": -2}.get(name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import layers, seams
 from .coverage import FirstLoad
 from .session import WorkerState
+from .settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             model = super().load_lora_model(model, vllm_config, device)
         vars(model).pop("load_weights", None)
         first, self._first_load = self._first_load, None
-        self.lora_reload = WorkerState(model, seams.adapter_manager(self), device, first)
+        self.lora_reload = WorkerState(model, seams.worker_manager(self), device, Settings.of(vllm_config), first)
         model.load_weights = _through_base_view(model.load_weights, self.lora_reload)
         return model
 

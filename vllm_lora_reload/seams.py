@@ -11,10 +11,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from .errors import SeamMissingError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+T = TypeVar("T")
 _HOOK = "__lora_reload_hook__"
 _LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -112,6 +114,22 @@ def as_request_error(error: type[Exception]) -> type[Exception]:
     """
     client_error = getattr(importlib.import_module("vllm.exceptions"), "VLLMClientError", None)
     return type(error.__name__, (error, client_error), {}) if client_error else error
+
+
+def requests_marked(engine: Any, mark: Callable[[Any], None]) -> None:
+    """Call ``mark(request)`` for every ``EngineCoreRequest`` that a front end sends, from now on."""
+    core = engine.engine_core
+    name = "add_request_async" if hasattr(core, "add_request_async") else "add_request"
+    if name == "add_request_async" and not inspect.iscoroutinefunction(engine.add_request):
+        name = "add_request"
+    send = getattr(core, name)
+
+    @functools.wraps(send)
+    def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+        mark(request)
+        return send(request, *args, **kwargs)
+
+    setattr(core, name, add_request)
 
 
 def refuse_lora(missing: SeamMissingError) -> None:
@@ -249,9 +267,14 @@ def engine_resets_lora() -> bool:
     return hasattr(lora_model_runner_mixin(), "reset_lora_state")
 
 
-def adapter_manager(runner: Any) -> Any:
-    """The ``LoRAModelManager`` of a runner that has loaded its model."""
-    return runner.lora_manager._adapter_manager
+def worker_manager(runner: Any) -> Any:
+    """The ``WorkerLoRAManager`` of a runner that has wrapped its model."""
+    return runner.lora_manager
+
+
+def adapter_manager(worker_manager: Any) -> Any:
+    """The ``LoRAModelManager`` in it."""
+    return worker_manager._adapter_manager
 
 
 def punica_wrappers(manager: Any) -> list[Any]:
@@ -262,6 +285,11 @@ def punica_wrappers(manager: Any) -> list[Any]:
 def slots(manager: Any) -> list[int | None]:
     """Adapter id by LoRA slot; None where a slot is free."""
     return list(manager.lora_index_to_id)
+
+
+def is_active(manager: Any, number: int) -> bool:
+    """Whether an adapter has a slot."""
+    return number in manager._active_adapters
 
 
 def forget_mapping(manager: Any) -> None:
@@ -277,21 +305,102 @@ class _OneFreeSlot:
     Lets vLLM's own code write an adapter into a chosen slot while pins, LRU order and slot table stay untouched.
     """
 
-    def __init__(self, manager: Any, index: int) -> None:
+    def __init__(self, manager: Any, index: int, adapter: Any) -> None:
         self._manager = manager
         self.lora_index_to_id: list[int | None] = [-1] * len(manager.lora_index_to_id)
         self.lora_index_to_id[index] = None
         self._active_adapters: dict[int, None] = {}
-        self._registered_adapters = manager.list_adapters()
+        self._registered_adapters = {adapter.id: adapter}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
 
-def write_slot(manager: Any, index: int, adapter_id: int) -> None:
-    """Copy a registered adapter from host memory into LoRA slot `index` of every wrapper."""
+def write_slot(manager: Any, index: int, adapter: Any) -> None:
+    """Copy an adapter (a ``LoRAModel``) from host memory into LoRA slot `index` of every wrapper."""
     activate = _find("vllm.lora.model_manager", "LoRAModelManager").activate_adapter
-    activate(_OneFreeSlot(manager, index), adapter_id)
+    activate(_OneFreeSlot(manager, index, adapter), adapter.id)
+
+
+def registered(manager: Any) -> dict[int, Any]:
+    """``LoRAModel`` by adapter id: every adapter in host memory, least recently used first."""
+    return dict(manager.list_adapters())
+
+
+def register_adapter(manager: Any, adapter: Any) -> None:
+    """Put a merged ``LoRAModel`` into the host registry, in the place of one with the same id.
+
+    Raises:
+        RuntimeError: the registry is full of pinned adapters.
+    """
+    registry = manager._registered_adapters
+    if adapter.id not in manager.list_adapters() and len(manager) + 1 > manager.capacity:
+        manager.remove_oldest_adapter()
+    registry[adapter.id] = adapter
+
+
+def activate_if_possible(manager: Any, number: int) -> None:
+    """Give a registered adapter a slot, unless all slots hold pinned adapters: then it gets one when one is free."""
+    active = manager._active_adapters
+    if len(active) < manager.lora_slots or set(active.order) - active.pinned_items:
+        manager.activate_adapter(number)
+
+
+def merge_packed_modules(manager: Any, adapter: Any) -> None:
+    """Bring a ``LoRAModel`` as it was read into the form that slots take, and fold its scaling in. Only once."""
+    manager._create_merged_loras_inplace(adapter)
+
+
+def supported_modules(manager: Any) -> dict[str, Any]:
+    """Wrapper by module name."""
+    return dict(manager.modules)
+
+
+@contextmanager
+def without_modules(manager: Any) -> Iterator[None]:
+    """The manager keeps its books, but reaches no wrapper: what it would write is left out."""
+    modules, manager.modules = manager.modules, {}
+    try:
+        yield
+    finally:
+        manager.modules = modules
+
+
+def lora_request(name: str, number: int, path: str) -> Any:
+    return _find("vllm.lora.request", "LoRARequest")(lora_name=name, lora_int_id=number, lora_path=path)
+
+
+def max_lora_ranks() -> list[int]:
+    """Values of ``max_lora_rank`` that this release accepts, in order."""
+    return sorted(get_args(_find("vllm.config.lora", "MaxLoRARanks")))
+
+
+def linear_with_lora() -> Any:
+    return _find("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA")
+
+
+def same_on_all_ranks(value: T) -> T:
+    """What the first rank of this engine has. A collective: every rank has to call it."""
+    for group in _groups():
+        value = group.broadcast_object(value, src=0)
+    return value
+
+
+def true_on_all_ranks(value: bool) -> bool:
+    """A collective: every rank of this engine has to call it."""
+    torch = importlib.import_module("torch")
+    for group in _groups():
+        flag = torch.tensor([int(value)])
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        value = bool(flag.item())
+    return value
+
+
+def _groups() -> list[Any]:
+    """Pipeline and tensor parallel groups; each pass over both reaches every rank of one engine."""
+    state = "vllm.distributed.parallel_state"
+    groups = [_find(state, "get_pp_group")(), _find(state, "get_tp_group")()]
+    return [group for group in groups if group.world_size > 1]
 
 
 # --- Layerwise reload ---------------------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from . import diagnosis, seams
+from .adapters import Adapters
 from .base_view import base_view, checkpoint_names
 from .coverage import Coverage, FirstLoad
-from .lifecycle import Lifecycle
+from .errors import AsleepError
+from .lifecycle import Lifecycle, State
 from .lora_state import LoRAState
+from .settings import Settings
 from .tensors import UnregisteredTensors
 
 if TYPE_CHECKING:
@@ -25,17 +28,35 @@ T = TypeVar("T")
 class WorkerState:
     """Attribute ``lora_reload`` of a worker and of its model runner; they share one object.
 
+    Args:
+        model: the wrapped model.
+        worker_manager: vLLM's ``WorkerLoRAManager`` of the model.
+        device: where it runs.
+        settings: the user's.
+        first: the load at start-up, as it was watched.
+
     Attributes:
         lifecycle: where the worker stands.
         lora: LoRA state of the model.
+        adapters: the adapters that live in it.
         coverage: which base tensors are still missing.
         unregistered: base tensors that no loader fills.
     """
 
-    def __init__(self, model: nn.Module, manager: Any, device: torch.device, first: FirstLoad | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        worker_manager: Any,
+        device: torch.device,
+        settings: Settings,
+        first: FirstLoad | None = None,
+    ) -> None:
         self.model = model
+        self.settings = settings
         self.lifecycle = Lifecycle()
+        manager = seams.adapter_manager(worker_manager)
         self.lora = LoRAState(model, manager, device)
+        self.adapters = Adapters(worker_manager, manager, self.lora, unmapped=lambda: bool(self.lifecycle.asleep))
         with base_view(model):
             self.coverage = Coverage(model, first)
         self.unregistered = UnregisteredTensors(
@@ -58,9 +79,38 @@ class WorkerState:
         self.coverage.lose()
 
     def reset_lora(self) -> None:
-        """Make LoRA state right; after a load of this worker's own, which never touches it, only if it was lost."""
-        if self.lora.lost or self._depth == 0:
-            self.lora.reset()
+        """Make LoRA state right; at the end of a load, which never touches it, only if it was lost.
+
+        With the setting ``adapters: drop`` a load ends with no adapters.
+        """
+        at_end_of_load = self._depth > 0
+        if at_end_of_load and self.settings.adapters == "drop":
+            self.adapters.drop_all()
+            self.adapters.put_back()
+        elif self.lora.lost or not at_end_of_load:
+            self.adapters.put_back()
+
+    def woke(self) -> None:
+        """The weights pool is mapped again: bring back all that a load does not."""
+        discarded = self.lifecycle.state is State.DISCARDED
+        self.lifecycle.woke()
+        if discarded:
+            self.unregistered.restore()
+            self.reset_lora()
+        else:
+            self.adapters.put_pending()
+        if self.settings.adapters == "keep":
+            self.adapters.read_changed()
+
+    def must_be_mapped(self) -> None:
+        """Raises:
+        AsleepError: base weights have no memory now.
+        """
+        if self.lifecycle.asleep:
+            raise AsleepError(
+                f"base weights cannot be loaded while the engine sleeps at level {self.lifecycle.asleep}: "
+                'call wake_up(["weights"]) first'
+            )
 
     def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The weights under checkpoint names, counted as the model takes them."""
@@ -81,6 +131,7 @@ class WorkerState:
             folder: the checkpoint that is read, if the block reads one; named in errors.
             patches: whether single elements are written, which brings no lost tensor back.
         """
+        self.must_be_mapped()
         before = self._tensors_given
         if self._depth == 0:
             self._last_given = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
-from . import seams
+from . import seams, staging
 from .base_view import checkpoint_name
 from .lifecycle import State, Transfer
 from .runner import LoRAReloadModelRunner
@@ -34,17 +35,70 @@ class LoRAReloadWorker:
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)  # type: ignore[misc]
-        if tags is None or "weights" in tags:
-            discarded = self.lora_reload.lifecycle.state is State.DISCARDED
-            self.lora_reload.lifecycle.woke()
-            if discarded:
-                self.lora_reload.unregistered.restore()
-                self.model_runner.reset_lora_state()
+        state = self.lora_reload
+        if state.lifecycle.asleep and (tags is None or "weights" in tags):
+            state.woke()
+            if state.settings.on_missing == "reload" and state.lifecycle.state is State.MISSING:
+                self.model_runner.reload_weights()
 
-    def lora_reload_status(self) -> dict[str, str | None]:
-        """For ``collective_rpc``: this rank's ``state`` and the ``error`` that requests get now, if any."""
-        lifecycle = self.lora_reload.lifecycle
-        return {"state": lifecycle.state.value, "error": lifecycle.error()}
+    def lora_reload_status(self) -> dict[str, Any]:
+        """For ``collective_rpc``: how this rank stands.
+
+        Returns:
+            ``state``; ``error``, what every request is told now, or None; ``adapters``, what requests for an adapter
+            are told, by id.
+        """
+        state = self.lora_reload
+        return {
+            "state": state.lifecycle.state.value,
+            "error": state.lifecycle.error(),
+            "adapters": {str(number): why for number, why in state.adapters.broken.items()},
+        }
+
+    def lora_reload_adapters(self) -> dict[str, dict[str, int]]:
+        """For ``collective_rpc``: ``lora_int_id`` and ``version`` of every adapter that was ever known, by name."""
+        return self.lora_reload.adapters.known()
+
+    def lora_reload_stage_adapter(
+        self,
+        token: str,
+        name: str,
+        lora_int_id: int,
+        folder: str,
+        lasting: bool = False,
+        files: dict[str, bytes] | None = None,
+    ) -> str | None:
+        """For ``collective_rpc``: read and check new weights of an adapter; nothing that serves changes.
+
+        Args:
+            token: any string; `lora_reload_commit_adapter` of the same one swaps the weights in.
+            name: name of the adapter.
+            lora_int_id: its id.
+            folder: a PEFT folder. It can be deleted afterwards unless `lasting`.
+            lasting: whether the folder is where the adapter lives, to be looked at after a sleep.
+            files: contents by file name, for workers that do not see `folder`.
+
+        Returns:
+            Why this rank refuses; None if it does not.
+        """
+        try:
+            with nullcontext(folder) if lasting else staging.folder(folder, files) as seen:
+                self.lora_reload.adapters.stage(token, name, lora_int_id, seen, lasting)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def lora_reload_commit_adapter(self, token: str) -> int:
+        """For ``collective_rpc``: swap in what was staged. Asleep, the slot is written at wake-up.
+
+        Returns:
+            The adapter's version.
+        """
+        return self.lora_reload.adapters.commit(token)
+
+    def lora_reload_discard_adapter(self, token: str) -> None:
+        """For ``collective_rpc``: forget what was staged."""
+        self.lora_reload.adapters.discard(token)
 
 
 def _with_checkpoint_names(update_info: Any) -> Any:
@@ -85,6 +139,7 @@ class TransferSessions:
     _patched = False
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        self.lora_reload.must_be_mapped()
         super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload.lifecycle.transfer = Transfer.MAIN
         self._patched = False

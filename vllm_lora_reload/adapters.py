@@ -1,0 +1,344 @@
+"""What is kept of each adapter, when it is read again, and how it comes into its slot.
+
+vLLM's manager keeps every registered adapter in host memory. This adds where it came from (to see whether its files
+have changed), adapters that came as tensors and have no files, versions, and two states that vLLM does not know: slots
+that were assigned while their memory was unmapped, and adapters that could not be put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import diagnosis, seams
+from .lora_state import LoRAState
+from .ranks import nearest_max_lora_rank
+from .slots import SlotWrite
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+Fingerprint = tuple[tuple[str, int, int, int], ...]  # name, size in bytes, mtime in ns, inode
+
+
+def fingerprint(folder: str) -> Fingerprint:
+    """What shows that an adapter's files are not those that were read. Empty where there are none."""
+    found = []
+    for name in _FILES:
+        file = Path(folder).expanduser() / name
+        if file.is_file():
+            status = file.stat()
+            found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(found)
+
+
+@dataclass
+class Source:
+    """Where an adapter was read from. `request` is the ``LoRARequest``."""
+
+    request: Any
+    files: Fingerprint
+
+
+@dataclass
+class Staged:
+    """An adapter that was checked and waits to be swapped in. `source` is None if it came as tensors."""
+
+    name: str
+    adapter: Any
+    source: Source | None
+
+
+@dataclass
+class Adapters:
+    """The adapters of one worker.
+
+    Attributes:
+        worker_manager: vLLM's ``WorkerLoRAManager``.
+        manager: vLLM's ``LoRAModelManager``.
+        lora: LoRA state of the model.
+        unmapped: whether the memory of the slots is unmapped now.
+        broken: why an adapter could not be put back, by id.
+        numbers: adapter ids by name, of all that were ever known.
+        versions: how often an adapter was updated, by id. Never goes back: prefix caches know adapters by it.
+    """
+
+    worker_manager: Any
+    manager: Any
+    lora: LoRAState
+    unmapped: Callable[[], bool]
+    broken: dict[int, str] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    _sources: dict[int, Source] = field(default_factory=dict)
+    _without_files: dict[int, Any] = field(default_factory=dict)
+    _pending: set[int] = field(default_factory=set)
+    _writes: dict[int, SlotWrite] = field(default_factory=dict)
+    _staged: dict[str, Staged] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for manager, mixin in ((self.worker_manager, ReadsAdapters), (self.manager, AssignsSlots)):
+            seams.extend(manager, mixin)
+            manager.lora_reload = self
+
+    # --- Reading ----------------------------------------------------------------------------------------------
+
+    def read(self, request: Any, load: Callable[[Any], Any]) -> Any:
+        """What vLLM gets when it wants to read the adapter of a ``LoRARequest``."""
+        number = request.lora_int_id
+        if number in self._without_files and not getattr(request, "load_inplace", False):
+            return self._without_files[number]
+        files = fingerprint(request.lora_path)
+        try:
+            adapter = load(request)
+        except Exception as error:
+            self._explain(error, request.lora_path)
+            raise
+        self.numbers[request.lora_name] = number
+        self._sources[number] = Source(request, files)
+        self._without_files.pop(number, None)
+        self.broken.pop(number, None)
+        return adapter
+
+    def _explain(self, error: Exception, folder: str) -> None:
+        rank = diagnosis.adapter_rank(folder)
+        if rank is not None and rank > self.worker_manager.lora_config.max_lora_rank:
+            diagnosis.annotate(error, f"start the engine with max_lora_rank={nearest_max_lora_rank(rank)}")
+
+    def merged(self, adapter: Any) -> bool:
+        """Whether an adapter already has the form that slots take, so that it must not be merged again."""
+        return self._without_files.get(adapter.id) is adapter
+
+    def forget(self, number: int) -> None:
+        """The user has removed the adapter."""
+        for table in (self._sources, self._without_files, self.broken):
+            table.pop(number, None)
+
+    # --- Slots ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def assigning(self) -> Iterator[None]:
+        """While vLLM gives a slot to an adapter. Unmapped memory is not written; that is made up for at wake-up."""
+        before = seams.slots(self.manager)
+        if self.unmapped():
+            with seams.without_modules(self.manager):
+                yield
+        else:
+            yield
+        changed = {index for index, number in enumerate(seams.slots(self.manager)) if number != before[index]}
+        if changed:
+            seams.forget_mapping(self.manager)
+            for index in changed:
+                self._writes.pop(index, None)
+            if self.unmapped():
+                self._pending |= changed
+
+    def put_back(self) -> None:
+        """Bring every slot into being after its memory was lost."""
+        self.lora.reset(self._write)
+        self._pending.clear()
+
+    def put_pending(self) -> None:
+        """Write the slots that were assigned while their memory was unmapped; it holds all the rest."""
+        pending, self._pending = self._pending, set()
+        slots = seams.slots(self.manager)
+        for index in sorted(pending):
+            self.lora.clear_slot(index)
+            if (number := slots[index]) is not None:
+                self._write(index, number, False)
+
+    def _write(self, index: int, number: int, known: bool) -> None:
+        """Write an adapter into a zeroed slot. `known`: the wrappers' metadata is that of this adapter already."""
+        adapter = seams.registered(self.manager)[number]
+        try:
+            if known and index not in self._pending:
+                if (write := self._writes.get(index)) is None or write.adapter is not adapter:
+                    write = self._writes[index] = self._dry_run(index, adapter)
+                write.into_zeroed_slot()
+            else:
+                seams.write_slot(self.manager, index, adapter)
+            self.broken.pop(number, None)
+        except Exception as error:
+            self.broken[number] = f"{type(error).__name__}: {error}"
+            self.lora.clear_slot(index)
+
+    def _dry_run(self, index: int, adapter: Any) -> SlotWrite:
+        return SlotWrite(self.manager, index, adapter, self.lora.stack_of, set(self.lora.storages))
+
+    def drop_all(self) -> None:
+        """As vLLM does from 0.28 on when base weights have been replaced."""
+        self.worker_manager.remove_all_adapters()
+        for table in (self._sources, self._without_files, self.broken, self._writes):
+            table.clear()
+
+    # --- Changed files ----------------------------------------------------------------------------------------
+
+    def read_changed(self) -> None:
+        """Read adapters again whose files are not those that were read; those whose files are gone stay as they are.
+
+        A collective: all ranks take the new content, or none does and the adapter counts as broken.
+        """
+        changed = [number for number in sorted(seams.registered(self.manager)) if self._files_changed(number)]
+        for number in seams.same_on_all_ranks(changed):
+            self._read_again(number)
+
+    def _files_changed(self, number: int) -> bool:
+        source = self._sources.get(number)
+        now = fingerprint(source.request.lora_path) if source else ()
+        return bool(now) and source is not None and now != source.files
+
+    def _read_again(self, number: int) -> None:
+        request = self._sources[number].request
+        problem, staged = None, None
+        try:
+            staged = self._check(request.lora_name, request, lasting=True)
+        except Exception as error:
+            problem = f"its files have changed, and {type(error).__name__}: {error}"
+        if not seams.true_on_all_ranks(staged is not None):
+            self.broken[number] = problem or "its files have changed, and another rank could not read them"
+        elif staged is not None and not _same(staged.adapter, seams.registered(self.manager)[number]):
+            self._install(staged)
+        elif staged is not None:
+            self._sources[number] = staged.source or self._sources[number]
+
+    # --- Updates ----------------------------------------------------------------------------------------------
+
+    def stage(self, token: str, name: str, number: int, folder: str, lasting: bool) -> None:
+        """Read, check and keep an adapter for `commit`.
+
+        Args:
+            token: stands for this update.
+            number: adapter id.
+            folder: a PEFT folder.
+            lasting: whether the folder stays, so that the adapter has files.
+
+        Raises:
+            Exception: the adapter does not fit.
+        """
+        self._staged[token] = self._check(name, seams.lora_request(name, number, folder), lasting)
+
+    def _check(self, name: str, request: Any, lasting: bool) -> Staged:
+        files = fingerprint(request.lora_path)
+        try:
+            adapter = self.worker_manager.load_unnoted(request)
+        except Exception as error:
+            self._explain(error, request.lora_path)
+            raise
+        for module, weights in adapter.loras.items():
+            _check_pair(module, weights)
+        seams.merge_packed_modules(self.manager, adapter)
+        self._dry_run(0, adapter)
+        return Staged(name, adapter, Source(request, files) if lasting else None)
+
+    def discard(self, token: str) -> None:
+        self._staged.pop(token, None)
+
+    def commit(self, token: str) -> int:
+        """Swap a staged adapter in: into the host registry, and into its slot if it has one or one can be had.
+
+        Returns:
+            The adapter's version.
+        """
+        staged = self._staged.pop(token)
+        number = staged.adapter.id
+        self.numbers[staged.name] = number
+        self.versions[number] = self.versions.get(number, 0) + 1
+        self._install(staged)
+        return self.versions[number]
+
+    def _install(self, staged: Staged) -> None:
+        number = staged.adapter.id
+        seams.register_adapter(self.manager, staged.adapter)
+        if staged.source is None:
+            self._without_files[number] = staged.adapter
+            self._sources.pop(number, None)
+        else:
+            self._sources[number] = staged.source
+            self._without_files.pop(number, None)
+        self.broken.pop(number, None)
+        slots = seams.slots(self.manager)
+        if number not in slots:
+            seams.activate_if_possible(self.manager, number)
+        elif self.unmapped():
+            self._pending.add(slots.index(number))
+        else:
+            seams.write_slot(self.manager, slots.index(number), staged.adapter)
+        seams.forget_mapping(self.manager)
+
+    def known(self) -> dict[str, dict[str, int]]:
+        """Id and version by name."""
+        return {
+            name: {"lora_int_id": number, "version": self.versions.get(number, 0)}
+            for name, number in self.numbers.items()
+        }
+
+
+class ReadsAdapters:
+    """Mixed in before the class of a worker's ``WorkerLoRAManager``."""
+
+    lora_reload: Adapters
+
+    def _load_adapter(self, lora_request: Any) -> Any:
+        return self.lora_reload.read(lora_request, super()._load_adapter)  # type: ignore[misc]
+
+    def load_unnoted(self, lora_request: Any) -> Any:
+        return super()._load_adapter(lora_request)  # type: ignore[misc]
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        self.lora_reload.forget(adapter_id)
+        removed: bool = super().remove_adapter(adapter_id)  # type: ignore[misc]
+        return removed
+
+
+class AssignsSlots:
+    """Mixed in before the class of a worker's ``LoRAModelManager``."""
+
+    lora_reload: Adapters
+
+    def activate_adapter(self, lora_id: int) -> bool:
+        activate: Callable[[int], bool] = super().activate_adapter  # type: ignore[misc]
+        if seams.is_active(self, lora_id):  # so it is in nearly every step
+            return activate(lora_id)
+        with self.lora_reload.assigning():
+            return activate(lora_id)
+
+    def _create_merged_loras_inplace(self, lora_model: Any) -> None:
+        if not self.lora_reload.merged(lora_model):
+            super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
+
+
+def _check_pair(module: str, weights: Any) -> None:
+    """What vLLM takes on trust of one module of an adapter that has just been read.
+
+    Raises:
+        ValueError: one of the two tensors is missing, their ranks differ, or a value is not finite.
+    """
+    a, b = weights.lora_a, weights.lora_b
+    if a is None or b is None:
+        raise ValueError(f"{module} has lora_{'B' if a is None else 'A'} but no lora_{'A' if a is None else 'B'}")
+    if a.shape[-2] != b.shape[-1]:
+        raise ValueError(f"{module}: lora_A has rank {a.shape[-2]}, lora_B has rank {b.shape[-1]}")
+    for letter, tensor in (("A", a), ("B", b)):
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{module}: lora_{letter} has values that are not finite")
+
+
+def _tensors(adapter: Any) -> list[tuple[str, torch.Tensor | None]]:
+    found: list[tuple[str, torch.Tensor | None]] = []
+    for module in sorted(adapter.loras):
+        weights = adapter.loras[module]
+        for part in (weights.lora_a, weights.lora_b):
+            found += [(module, tensor) for tensor in (part if isinstance(part, (list, tuple)) else [part])]
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two merged adapters have equal weights."""
+    ours, theirs = _tensors(one), _tensors(other)
+    return [name for name, _ in ours] == [name for name, _ in theirs] and all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for (_, a), (_, b) in zip(ours, theirs, strict=True)
+    )
