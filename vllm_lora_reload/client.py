@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import seams
+from . import lifecycle, seams
 from .errors import AdapterMissingError, WeightsMissingError
 from .settings import Settings
 
@@ -28,7 +28,7 @@ class Guard:
     Attributes:
         warn_only: whether requests are answered all the same (setting ``on_missing``).
         calls: how many calls were made that can change how workers stand.
-        checked: the value of `calls` when they were last asked.
+        checked: the value of `now` when they were last asked.
         error: why no request can be answered now.
         adapters: why requests for an adapter cannot, by id.
         versions: version of every adapter that this front end has updated, by id.
@@ -36,23 +36,28 @@ class Guard:
 
     warn_only: bool
     calls: int = 0
-    checked: int = 0
+    checked: int = field(default_factory=lambda: lifecycle.failures)
     error: str | None = None
     adapters: dict[int, str] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
 
     @property
-    def stale(self) -> bool:
-        return self.calls != self.checked
+    def now(self) -> int:
+        """Grows with everything that can change how workers stand, as far as this process sees it."""
+        return self.calls + lifecycle.failures
 
-    def learn(self, statuses: list[Status], calls: int) -> None:
-        """Take in what the workers answered, asked when `calls` calls had been made."""
+    @property
+    def stale(self) -> bool:
+        return self.now != self.checked
+
+    def learn(self, statuses: list[Status], asked: int) -> None:
+        """Take in what the workers answered, asked when `now` was `asked`."""
         errors = [f"rank {rank}: {status['error']}" for rank, status in enumerate(statuses) if status["error"]]
         more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
         self.error = errors[0] + more if errors else None
         self.adapters = {int(number): why for status in statuses for number, why in status["adapters"].items()}
         # Loads inside a worker pass no front end, so an error is looked at again with every request.
-        self.checked = calls if not errors and not self.adapters else calls - 1
+        self.checked = asked if not errors and not self.adapters else asked - 1
         if self.error and self.warn_only:
             logger.warning("Answering although %s", self.error)
 
@@ -109,8 +114,8 @@ class GuardedLLMEngine:
         """
         state = self.lora_reload
         if state.stale:
-            calls = state.calls
-            state.learn(super().collective_rpc("lora_reload_status"), calls)  # type: ignore[misc]
+            asked = state.now
+            state.learn(super().collective_rpc("lora_reload_status"), asked)  # type: ignore[misc]
             state.refuse(_lora_request(args, kwargs))
         return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
@@ -148,8 +153,8 @@ class GuardedAsyncLLM(abc.ABC):
         """
         state = self.lora_reload
         if state.stale:
-            calls = state.calls
-            state.learn(await super().collective_rpc("lora_reload_status"), calls)  # type: ignore[misc]
+            asked = state.now
+            state.learn(await super().collective_rpc("lora_reload_status"), asked)  # type: ignore[misc]
             state.refuse(_lora_request(args, kwargs))
         return await super().add_request(*args, **kwargs)  # type: ignore[misc]
 

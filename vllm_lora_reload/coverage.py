@@ -60,6 +60,14 @@ class WriteRecorder(TorchDispatchMode):
     def __init__(self, watched: Iterable[int]) -> None:
         super().__init__()
         self._regions: dict[int, dict[Region, int]] = {key: {} for key in watched}
+        self._identities = Identities()
+        self._sources: set[int] = set()
+
+    def source(self, tensor: torch.Tensor) -> None:
+        """A copy of `tensor`, which holds unset memory, counts only as far as something was written to it before."""
+        key = self._identities.of(tensor)
+        self._sources.add(key)
+        self._regions[key] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,12 +78,15 @@ class WriteRecorder(TorchDispatchMode):
             for argument in schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in tree_leaves(given.get(argument.name)):
-                        self._note(tensor)
+                        self._note(tensor, given.get("src"))
         return out
 
-    def _note(self, tensor: object) -> None:
+    def _note(self, tensor: object, copied: object) -> None:
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (key := _identity(tensor)) in self._regions:
-            self._regions[key][_region(tensor)] = tensor.numel() * tensor.element_size()
+            size = tensor.numel() * tensor.element_size()
+            if isinstance(copied, torch.Tensor) and not copied.is_meta and (of := _identity(copied)) in self._sources:
+                size = min(size, self.written(of))
+            self._regions[key][_region(tensor)] = size
 
     def written(self, key: int) -> int:
         """Bytes written to the storage so far; what was written twice through views of one region counts once."""
@@ -192,6 +203,15 @@ class Coverage:
         for name in self._lasting.get(layer, ()):
             if (new := getattr(layer, name)) is not running[name]:
                 new.data.copy_(running[name])
+        for name, old in running.items():
+            new = getattr(layer, name, None)
+            if _identity(old) not in self._needed or not isinstance(new, torch.Tensor) or new is old or new.is_meta:
+                continue
+            if self._recorder is not None:
+                self._recorder.source(new)
+            elif new.shape == old.shape and new.dtype == old.dtype:
+                # What the load leaves out, say one shard of a fused layer, keeps its value.
+                new.data.copy_(old)
 
     @property
     def total(self) -> int:
@@ -210,11 +230,13 @@ class Coverage:
             return
         with self._recorder:
             yield
-        in_use = {_identity(parameter) for parameter in self._model.parameters()}
+        parameters = list(self._model.parameters())
+        # Between the chunks of a layerwise load, what it has not reached is on the meta device, and not gone.
+        in_use = None if any(p.is_meta for p in parameters) else {_identity(p) for p in parameters}
         self._missing = {
             key: (name, needed)
             for key, (name, needed) in self._missing.items()
-            if key in in_use and self._recorder.written(key) < needed
+            if (in_use is None or key in in_use) and self._recorder.written(key) < needed
         }
         if not self._missing:
             self._recorder = None

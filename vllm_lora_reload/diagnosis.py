@@ -39,6 +39,11 @@ def where(tensor: str | None, folder: Path | None) -> str | None:
     if folder is not None:
         if not folder.is_dir():
             return f"{folder} is not a folder"
+        for index in sorted(folder.glob("*.safetensors.index.json")):
+            try:
+                json.loads(index.read_text())["weight_map"].values()
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as damage:
+                return f"{index} is damaged: {type(damage).__name__}: {damage}"
         holder = None
         for file in sorted(folder.glob("*.safetensors")):
             try:

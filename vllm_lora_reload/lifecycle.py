@@ -14,6 +14,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+failures = 0  # in this process; a front end in the same one looks at it, since direct loads do not pass through it
+
 
 class State(enum.Enum):
     COMPLETE = "complete"
@@ -64,6 +66,8 @@ class Lifecycle:
 
     def load_failed(self, error: BaseException, wrote: bool) -> None:
         """A load that failed before its first tensor leaves the weights as they were."""
+        global failures
+        failures += 1
         if wrote or self.reason:
             self.reason = f"the last load failed: {type(error).__name__}: {error}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,16 +68,31 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         Raises:
             Exception: whatever the load raised. See `WorkerState.loading` for what holds then.
         """
+        settings = seams.checkpoint_settings(self)
         if weights_iterator is not None:
             weights_iterator = self.lora_reload.incoming(weights_iterator)
+            if not kwargs.get("is_checkpoint_format", args[1] if len(args) > 1 else True):
+                weights_iterator = self._of_right_shape(weights_iterator)
             folder = None
         else:
             path = Path(kwargs.get("weights_path") or (args[0] if args else None) or seams.checkpoint(self))
             folder = path if path.is_absolute() or path.exists() else None  # else a hub's name
-        with self.lora_reload.loading(folder=folder):
-            super().reload_weights(weights_iterator, *args, **kwargs)
-            if not seams.engine_resets_lora():
-                self.reset_lora_state()
+        try:
+            with self.lora_reload.loading(folder=folder):
+                super().reload_weights(weights_iterator, *args, **kwargs)
+                if not seams.engine_resets_lora():
+                    self.reset_lora_state()
+        except BaseException:
+            seams.set_checkpoint(self, settings)  # the next reload without a path is not to try the bad one again
+            raise
+
+    def _of_right_shape(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """For tensors that vLLM copies as they are: it would broadcast one that is too small."""
+        for name, weight in weights:
+            shape = self.get_model().get_parameter(name).shape
+            if weight.shape != shape:
+                raise ValueError(f"{name} has shape {list(weight.shape)} where {list(shape)} is needed")
+            yield name, weight
 
     def reset_lora_state(self) -> None:
         """Make all LoRA state right, whatever its memory held. Adapters stay registered and active.

@@ -403,6 +403,23 @@ def _groups() -> list[Any]:
     return [group for group in groups if group.world_size > 1]
 
 
+def set_checkpoint(runner: Any, settings: dict[str, Any]) -> None:
+    """Put back what `checkpoint_settings` gave."""
+    vars(runner.model_config).update(settings)
+
+
+def checkpoint_settings(runner: Any) -> dict[str, Any]:
+    """Where a runner reads weights from. ``reload_weights(weights_path=...)`` changes it before it reads anything."""
+    return {k: v for k, v in vars(runner.model_config).items() if k in ("model", "model_weights", "revision")}
+
+
+def close_weight_update(worker: Any) -> None:
+    """Make a worker forget an open weight transfer session, which it would refuse to let another follow."""
+    if getattr(worker, "_weight_update_active", False):
+        worker._weight_update_active = False
+        worker.weight_transfer_engine.reset_weight_update_target()
+
+
 # --- Layerwise reload ---------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,13 +90,13 @@ class WorkerState:
         elif self.lora.lost or not at_end_of_load:
             self.adapters.put_back()
 
-    def woke(self) -> None:
-        """The weights pool is mapped again: bring back all that a load does not."""
+    def woke(self, reset: Callable[[], None]) -> None:
+        """The weights pool is mapped again: bring back all that a load does not, LoRA state with `reset`."""
         discarded = self.lifecycle.state is State.DISCARDED
         self.lifecycle.woke()
         if discarded:
             self.unregistered.restore()
-            self.reset_lora()
+            reset()
         else:
             self.adapters.put_pending()
         if self.settings.adapters == "keep":
@@ -118,6 +118,12 @@ class WorkerState:
             self._tensors_given += 1
             self._last_given = name
             yield name, weight
+
+    def drop_transfer(self) -> None:
+        """Forget a transfer session that is still open, with all that it has buffered."""
+        if self.lifecycle.transfer is not None:
+            self.lifecycle.transfer = None
+            seams.abort_layerwise_reload(self.model)
 
     @contextmanager
     def loading(self, completes: bool = True, folder: Path | None = None, patches: bool = False) -> Iterator[None]:

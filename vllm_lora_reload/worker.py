@@ -37,7 +37,7 @@ class LoRAReloadWorker:
         super().wake_up(tags)  # type: ignore[misc]
         state = self.lora_reload
         if state.lifecycle.asleep and (tags is None or "weights" in tags):
-            state.woke()
+            state.woke(self.model_runner.reset_lora_state)
             if state.settings.on_missing == "reload" and state.lifecycle.state is State.MISSING:
                 self.model_runner.reload_weights()
 
@@ -138,6 +138,13 @@ class TransferSessions:
     lora_reload: WorkerState
     _patched = False
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Ends a session that its trainer left open: shards that it buffered would count twice."""
+        if self.lora_reload.lifecycle.transfer is Transfer.MAIN:
+            self.lora_reload.drop_transfer()
+            seams.close_weight_update(self)
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         self.lora_reload.must_be_mapped()
         super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
@@ -161,10 +168,14 @@ class TransferSessions:
             super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
             lifecycle.transfer = None
             return
-        with self.lora_reload.loading(completes=not self._patched or self.lora_reload.coverage.total > 0):
-            super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
-            if not seams.engine_resets_lora():
-                self.model_runner.reset_lora_state()
+        try:
+            with self.lora_reload.loading(completes=not self._patched or self.lora_reload.coverage.total > 0):
+                super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+                if not seams.engine_resets_lora():
+                    self.model_runner.reset_lora_state()
+        except BaseException:
+            seams.close_weight_update(self)
+            raise
         lifecycle.transfer = None
 
 

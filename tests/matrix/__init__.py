@@ -16,7 +16,7 @@ PATHS = {
     "after failures": "`reload_weights()`, after a stream of weights that broke off and one with a wrong shape",
     "transfer": "weight transfer with vLLM's NCCL engine, tensors handed over in the process; a session of several "
     "chunks where the release has sessions (from 0.21), else one call",
-    "sparse": "`reload_weights()`, then single elements changed and changed back with vLLM's sparse transfer, where the "
+    "sparse": "`reload_weights()`, then single elements changed and changed back by vLLM's sparse transfer, where the "
     "release has it",
 }
 

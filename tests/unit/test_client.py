@@ -3,18 +3,21 @@
 import abc
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_lora_reload import LoRAReloadError, WeightsMissingError, client, seams
 
-COMPLETE = {"state": "complete", "error": None}
-MISSING = {"state": "missing", "error": "base weights are missing: told so"}
+COMPLETE = {"state": "complete", "error": None, "adapters": {}}
+MISSING = {"state": "missing", "error": "base weights are missing: told so", "adapters": {}}
 
 
 class Engine:
     """A front end that notes its calls; `statuses` is what the workers answer."""
+
+    vllm_config = SimpleNamespace(additional_config={})
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -45,6 +48,8 @@ class EngineClient(abc.ABC):  # noqa: B024
 
 class AsyncEngine(EngineClient):
     """The same as `Engine`, all of it asynchronous."""
+
+    vllm_config = Engine.vllm_config
 
     def __init__(self) -> None:
         self.sync = Engine()

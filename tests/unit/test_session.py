@@ -1,6 +1,7 @@
 """How a load runs: base view, who decides about success, and what counts as a failure that wrote something."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from torch import nn
 
 from tests.support.wrapped import Block, Wrapper
-from vllm_lora_reload import seams, session
+from vllm_lora_reload import AsleepError, seams, session
 from vllm_lora_reload.lifecycle import State
 from vllm_lora_reload.session import WorkerState
+from vllm_lora_reload.settings import Settings
 
 WEIGHT = ("up.base_layer.weight", 1)
 
@@ -19,28 +21,47 @@ class FakeLoRA:
     def __init__(self, *args: Any) -> None:
         self.args = args
         self.storages = {1, 2}
-        self.saved = self.resets = 0
+        self.saved = 0
         self.lost = False
 
     def save(self) -> None:
         self.saved += 1
 
-    def reset(self) -> None:
-        self.resets += 1
-        self.lost = False
-
 
 class FakeUnregistered(FakeLoRA):
+    def restore(self) -> None:
+        self.saved -= 1
+
     def __init__(self, *args: Any, known: set[int], more: Any) -> None:
         super().__init__(*args)
         self.known = known
+
+
+class FakeAdapters:
+    def __init__(self, worker_manager: Any, manager: Any, lora: FakeLoRA, unmapped: Any) -> None:
+        self.lora = lora
+        self.log: list[str] = []
+
+    def put_back(self) -> None:
+        self.log.append("put back")
+        self.lora.lost = False
+
+    def drop_all(self) -> None:
+        self.log.append("drop")
+
+    def put_pending(self) -> None:
+        self.log.append("put pending")
+
+    def read_changed(self) -> None:
+        self.log.append("read changed")
 
 
 @pytest.fixture
 def state(monkeypatch: pytest.MonkeyPatch) -> WorkerState:
     monkeypatch.setattr(session, "LoRAState", FakeLoRA)
     monkeypatch.setattr(session, "UnregisteredTensors", FakeUnregistered)
-    return WorkerState(Block(), "manager", torch.device("cpu"))
+    monkeypatch.setattr(session, "Adapters", FakeAdapters)
+    return WorkerState(Block(), SimpleNamespace(_adapter_manager="manager"), torch.device("cpu"), Settings())
 
 
 @pytest.fixture
@@ -75,17 +96,43 @@ def test_save_keeps_both_parts(state: WorkerState) -> None:
 
 
 def test_lora_state_is_reset_by_hand_always_and_by_a_load_only_if_it_was_lost(state: WorkerState) -> None:
-    lora: Any = state.lora
+    log: list[str] = state.adapters.log  # type: ignore[attr-defined]
     state.reset_lora()
-    assert lora.resets == 1
+    assert log == ["put back"]
     with state.loading():
         state.reset_lora()
-    assert lora.resets == 1
+    assert log == ["put back"]
     state.discarded()
+    state.lifecycle.woke()
     with state.loading():
         state.reset_lora()
         state.reset_lora()
-    assert lora.resets == 2
+    assert log == ["put back"] * 2
+
+
+def test_setting_drop_drops_at_the_end_of_a_load_only(state: WorkerState) -> None:
+    state.settings = Settings(adapters="drop")
+    log: list[str] = state.adapters.log  # type: ignore[attr-defined]
+    state.discarded()
+    state.woke(state.reset_lora)
+    assert log == ["put back"]
+    with state.loading():
+        state.reset_lora()
+    assert log == ["put back", "drop", "put back"]
+
+
+@pytest.mark.parametrize(("level", "done"), [(1, ["put pending", "read changed"]), (2, ["put back", "read changed"])])
+def test_wake_up_brings_back_what_the_level_took(state: WorkerState, level: int, done: list[str]) -> None:
+    state.discarded() if level == 2 else state.lifecycle.slept(1)
+    state.woke(state.reset_lora)
+    assert state.adapters.log == done  # type: ignore[attr-defined]
+
+
+def test_nothing_is_loaded_into_unmapped_memory(state: WorkerState) -> None:
+    state.lifecycle.slept(1)
+    with pytest.raises(AsleepError, match=r'sleeps at level 1: call wake_up\(\["weights"\]\) first'), state.loading():
+        pytest.fail("the load began")
+    assert is_wrapped(state.model)
 
 
 def test_incoming_weights_have_checkpoint_names_and_are_taken_one_by_one(state: WorkerState) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.support.wrapped import Block, Wrapper
 from vllm_lora_reload import seams, session
 from vllm_lora_reload.runner import LoRAReloadModelRunner
 from vllm_lora_reload.session import WorkerState
+from vllm_lora_reload.settings import Settings
 from vllm_lora_reload.worker import extend
 
 
@@ -37,6 +39,14 @@ class FakePart:
 
     def restore(self) -> None:
         self.log(f"{self.name}.restore")
+
+    def put_pending(self) -> None:
+        self.log(f"{self.name}.put_pending")
+
+    def read_changed(self) -> None:
+        self.log(f"{self.name}.read_changed")
+
+    broken: ClassVar[dict[int, str]] = {7: "why"}
 
 
 class FakeRunner:
@@ -95,12 +105,13 @@ def log() -> Log:
 
 def make(cls: type[SingleShotWorker], log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(session, "LoRAState", lambda *args: FakePart(log, "lora"))
+    monkeypatch.setattr(session, "Adapters", lambda *args, unmapped: FakePart(log, "adapters"))
     monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known, more: FakePart(log, "unregistered"))
     monkeypatch.setattr(seams, "abort_layerwise_reload", lambda model: log("abort"))
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: False)
     made: Any = cls(log)
     extend(made)
-    made.lora_reload = WorkerState(Block(), None, torch.device("cpu"))
+    made.lora_reload = WorkerState(Block(), SimpleNamespace(_adapter_manager=None), torch.device("cpu"), Settings())
     return made
 
 
