@@ -3,6 +3,7 @@
 import abc
 import asyncio
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from tests.support.wrapped import Block
 from vllm_lora_reload import WeightsMissingError, client, seams, session
 from vllm_lora_reload.session import WorkerState
+from vllm_lora_reload.settings import Settings
 from vllm_lora_reload.tensors import UnregisteredTensors, whole_storage
 from vllm_lora_reload.worker import extend
 
@@ -67,7 +69,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: True)
     made: Any = Worker()
     extend(made)
-    made.lora_reload = WorkerState(Block(), None, CPU)
+    monkeypatch.setattr(session, "Adapters", lambda *args, unmapped: SimpleNamespace(broken={}))
+    made.lora_reload = WorkerState(Block(), SimpleNamespace(_adapter_manager=None), CPU, Settings())
     return made
 
 
@@ -105,6 +108,8 @@ def test_refused_draft_session_does_not_turn_the_running_one_into_a_draft(worker
 
 def test_control_during_a_status_question_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     class Async(abc.ABC):  # noqa: B024 - AsyncLLM is one too
+        vllm_config = SimpleNamespace(additional_config={})
+
         def __init__(self) -> None:
             self.error: str | None = None
             self.answer = asyncio.Event()
@@ -114,7 +119,7 @@ def test_control_during_a_status_question_is_not_forgotten(monkeypatch: pytest.M
 
         async def collective_rpc(self, method: str) -> Any:
             if method == "lora_reload_status":
-                statuses = [{"state": "?", "error": self.error}]  # as the workers see it now ...
+                statuses = [{"state": "?", "error": self.error, "adapters": {}}]  # as the workers see it now ...
                 await self.answer.wait()  # ... and the reply takes its time
                 return statuses
             self.error = "the last load failed"
@@ -125,7 +130,7 @@ def test_control_during_a_status_question_is_not_forgotten(monkeypatch: pytest.M
     async def main() -> None:
         engine: Any = Async()
         client.guard(engine)
-        engine._lora_reload_calls += 1
+        engine.lora_reload.calls += 1
         first = asyncio.create_task(engine.add_request("first"))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError):

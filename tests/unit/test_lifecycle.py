@@ -84,7 +84,10 @@ def test_no_request_passes_while_discarded() -> None:
     assert lifecycle.error() is not None
 
 
-def test_level_1_is_no_error_of_ours() -> None:
+def test_no_request_passes_while_asleep() -> None:
     lifecycle = Lifecycle()
     lifecycle.slept(1)
+    error = lifecycle.error()
+    assert error is not None and "sleeps at level 1" in error and 'wake_up(["weights"])' in error
+    lifecycle.woke()
     assert lifecycle.error() is None

@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.support.manager import make_manager
 from tests.support.wrapped import Wrapper
+from vllm_lora_reload import seams
 from vllm_lora_reload.lora_state import LoRAState
 from vllm_lora_reload.tensors import whole_storage
 
@@ -44,6 +45,10 @@ def state(manager: Any) -> LoRAState:
     return LoRAState(nn.ModuleDict(manager.modules), manager, torch.device("cpu"))
 
 
+def writer(manager: Any) -> Any:
+    return lambda index, number, known: seams.write_slot(manager, index, seams.registered(manager)[number])
+
+
 def wipe(state: LoRAState) -> None:
     for tensor in (*state.stacks, *state.metadata):
         whole_storage(tensor).fill_(0xFF)
@@ -62,7 +67,7 @@ def test_after_a_loss_marks_are_what_they_were_even_of_free_slots(state: LoRASta
     state.save()
     state.lost = True
     wipe(state)
-    state.reset()
+    state.reset(writer(manager))
     assert torch.equal(up.adapter_enabled, before[0]) and torch.equal(up.a_stacked, before[1])
     assert not state.lost
 
@@ -70,10 +75,10 @@ def test_after_a_loss_marks_are_what_they_were_even_of_free_slots(state: LoRASta
 def test_without_a_save_free_slots_are_unmarked(state: LoRAState, manager: Any) -> None:
     up = manager.modules["up"]
     state.save()
-    state.reset()
+    state.reset(writer(manager))
     manager.deactivate_adapter(3)
     up.adapter_enabled[2] = 1
     wipe(state)
-    state.reset()
+    state.reset(writer(manager))
     assert up.adapter_enabled.tolist() == [1, 0, 0, 0]
     assert up.a_stacked[:, 0].tolist() == [2, 0, 0]

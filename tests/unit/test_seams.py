@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from tests.support.manager import make_manager
+from tests.support.manager import adapter, make_manager
 from vllm_lora_reload import SeamMissingError, seams
 
 WORKER_SEAMS = [
@@ -264,7 +264,7 @@ def test_fixture_has_an_order_worth_keeping(manager: Any) -> None:
 def test_write_slot_writes_that_slot_only(manager: Any, index: int, number: int) -> None:
     for wrapper in manager.modules.values():
         wrapper.a_stacked.fill_(-1)
-    seams.write_slot(manager, index, number)
+    seams.write_slot(manager, index, seams.registered(manager)[number])
     expected = torch.full((3, 4), -1.0)
     expected[index] = number
     assert torch.equal(manager.modules["up"].a_stacked, expected)
@@ -276,17 +276,10 @@ def test_write_slot_writes_that_slot_only(manager: Any, index: int, number: int)
 def test_write_slot_leaves_the_bookkeeping(manager: Any, index: int, number: int) -> None:
     before = bookkeeping(manager)
     tables = manager.lora_index_to_id, manager._active_adapters, manager._registered_adapters
-    seams.write_slot(manager, index, number)
+    seams.write_slot(manager, index, seams.registered(manager)[number])
     assert bookkeeping(manager) == before
     after = manager.lora_index_to_id, manager._active_adapters, manager._registered_adapters
     assert all(new is old for new, old in zip(after, tables, strict=True))
-
-
-def test_write_slot_of_an_unknown_adapter_fails(manager: Any) -> None:
-    before = bookkeeping(manager)
-    with pytest.raises(KeyError):
-        seams.write_slot(manager, 0, 99)
-    assert bookkeeping(manager) == before
 
 
 def test_slots_is_a_copy(manager: Any) -> None:
@@ -300,6 +293,35 @@ def test_punica_wrapper_of_two_towers_is_listed_once() -> None:
     shared, own = object(), object()
     manager = SimpleNamespace(punica_wrapper_mapping={"a": shared, "b": own, "c": shared})
     assert seams.punica_wrappers(manager) == [shared, own]
+
+
+def test_registry(manager: Any) -> None:
+    assert sorted(seams.registered(manager)) == [1, 2, 3, 4]
+    new = adapter(2)
+    seams.register_adapter(manager, new)
+    assert seams.registered(manager)[2] is new and len(manager) == 4
+    for number in (5, 6):
+        seams.register_adapter(manager, adapter(number))
+    assert len(manager) == 5 and 3 in seams.registered(manager), "a pinned adapter stays"
+
+
+def test_activate_if_possible_leaves_pinned_adapters_alone(manager: Any) -> None:
+    seams.activate_if_possible(manager, 4)
+    assert 4 in seams.slots(manager) and 3 in seams.slots(manager)
+    for number in seams.slots(manager):
+        manager.pin_adapter(number)
+    (left_out,) = {1, 2, 3, 4} - set(seams.slots(manager))
+    before = bookkeeping(manager)
+    seams.activate_if_possible(manager, left_out)
+    assert bookkeeping(manager)[0] == before[0] and not seams.is_active(manager, left_out)
+
+
+def test_without_modules_the_manager_writes_nothing(manager: Any) -> None:
+    manager.deactivate_adapter(2)
+    before = manager.modules["up"].a_stacked.clone()
+    with seams.without_modules(manager):
+        manager.activate_adapter(4)
+    assert seams.slots(manager)[0] == 4 and torch.equal(manager.modules["up"].a_stacked, before)
 
 
 def test_forget_mapping() -> None:

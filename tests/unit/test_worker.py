@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from vllm_lora_reload.runner import LoRAReloadModelRunner
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.settings import Settings
 from vllm_lora_reload.worker import extend
+
+COMPLETE = {"state": "complete", "error": None, "adapters": {}}
 
 
 class Log(list[str]):
@@ -33,6 +35,7 @@ class FakePart:
         self.log, self.name = log, name
         self.storages: set[int] = set()
         self.lost = False
+        self.broken: dict[int, str] = {}
 
     def save(self) -> None:
         self.log(f"{self.name}.save")
@@ -45,8 +48,6 @@ class FakePart:
 
     def read_changed(self) -> None:
         self.log(f"{self.name}.read_changed")
-
-    broken: ClassVar[dict[int, str]] = {7: "why"}
 
 
 class FakeRunner:
@@ -173,7 +174,7 @@ def test_a_failed_sleep_is_no_sleep(worker: Any) -> None:
     worker.fail = "sleep 2"
     with pytest.raises(RuntimeError):
         worker.sleep(2)
-    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+    assert worker.lora_reload_status() == COMPLETE
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"], ["weights", "kv_cache"]])
@@ -181,7 +182,7 @@ def test_waking_weights_restores_after_level_2(worker: Any, log: Log, tags: list
     worker.sleep(2)
     log.take()
     worker.wake_up(tags)
-    assert log == [f"wake {tags}", "unregistered.restore", "reset"]
+    assert log == [f"wake {tags}", "unregistered.restore", "reset", "adapters.read_changed"]
     assert worker.lora_reload_status()["state"] == "missing"
 
 
@@ -193,15 +194,16 @@ def test_waking_something_else_touches_no_weights(worker: Any, log: Log, tags: l
     assert log.take() == [f"wake {tags}"]
     assert worker.lora_reload_status()["state"] == "discarded"
     worker.wake_up(["weights"])
-    assert log == ["wake ['weights']", "unregistered.restore", "reset"]
+    assert log == ["wake ['weights']", "unregistered.restore", "reset", "adapters.read_changed"]
 
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_nothing_is_restored_after_level_1(worker: Any, log: Log, level: int) -> None:
     worker.sleep(level)
     worker.wake_up()
-    assert log == [f"sleep {level}", "wake None"]
-    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+    restored = ["adapters.put_pending", "adapters.read_changed"] if level else []
+    assert log == [f"sleep {level}", "wake None", *restored]
+    assert worker.lora_reload_status() == COMPLETE
 
 
 def test_waking_twice_restores_once(worker: Any, log: Log) -> None:
@@ -214,8 +216,23 @@ def test_level_1_while_missing_stays_missing_and_restores_nothing(worker: Any, l
     discard(worker)
     worker.sleep(1)
     worker.wake_up()
-    assert log == ["sleep 1", "wake None"]
+    assert log == ["sleep 1", "wake None", "adapters.put_pending", "adapters.read_changed"]
     assert worker.lora_reload_status()["state"] == "missing"
+
+
+def test_setting_reload_loads_by_itself(worker: Any, log: Log) -> None:
+    worker.lora_reload.settings = Settings(on_missing="reload")
+    worker.model_runner.reload_weights = lambda: log("reload")
+    worker.sleep(2)
+    worker.wake_up(["kv_cache"])
+    assert "reload" not in log
+    worker.wake_up(["weights"])
+    assert log[-2:] == ["adapters.read_changed", "reload"]
+    log.take()
+    worker.lora_reload.lifecycle.loaded()
+    worker.sleep(1)
+    worker.wake_up()
+    assert "reload" not in log
 
 
 def test_a_failed_wake_up_stays_discarded(worker: Any, log: Log) -> None:
@@ -240,7 +257,7 @@ def test_session_runs_in_the_base_view_and_resets_once_at_the_end(worker: Any, l
     assert log.take()[1:] == ["update {'chunk': 1} in view", "update {'chunk': 2} in view"]
     worker.finish_weight_update()
     assert log == ["finish in view", "reset"]
-    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+    assert worker.lora_reload_status() == COMPLETE
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
@@ -345,14 +362,14 @@ def test_failed_draft_chunk_is_not_about_base_weights(worker: Any, log: Log) -> 
     with pytest.raises(RuntimeError):
         worker.update_weights(1)
     assert "abort" not in log
-    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+    assert worker.lora_reload_status() == COMPLETE
 
 
 def test_single_shot_update_is_a_whole_load(single_shot: Any, log: Log) -> None:
     discard(single_shot)
     single_shot.update_weights(1)
     assert log == ["update 1 in view", "reset"]
-    assert single_shot.lora_reload_status() == {"state": "complete", "error": None}
+    assert single_shot.lora_reload_status() == COMPLETE
 
 
 def test_failed_single_shot_update(single_shot: Any, log: Log) -> None:
@@ -367,13 +384,15 @@ def test_failed_single_shot_update(single_shot: Any, log: Log) -> None:
 
 
 def test_status_of_a_fresh_worker(worker: Any) -> None:
-    assert worker.lora_reload_status() == {"state": "complete", "error": None}
+    assert worker.lora_reload_status() == COMPLETE
 
 
 def test_status_says_what_requests_are_told(worker: Any) -> None:
     discard(worker)
     status = worker.lora_reload_status()
-    assert status == {"state": "missing", "error": worker.lora_reload.lifecycle.error()}
+    worker.lora_reload.adapters.broken[7] = "why"
+    assert worker.lora_reload_status()["adapters"] == {"7": "why"}
+    assert status == {"state": "missing", "error": worker.lora_reload.lifecycle.error(), "adapters": {}}
     assert "sleep(level=2)" in status["error"]
 
 
