@@ -75,6 +75,7 @@ class Adapters:
     versions: dict[int, int] = field(default_factory=dict)
     _sources: dict[int, Source] = field(default_factory=dict)
     _without_files: dict[int, Any] = field(default_factory=dict)
+    _unreadable: set[int] = field(default_factory=set)
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
     _staged: dict[str, Staged] = field(default_factory=dict)
@@ -92,21 +93,24 @@ class Adapters:
         if number in self._without_files and not getattr(request, "load_inplace", False):
             return self._without_files[number]
         files = fingerprint(request.lora_path)
-        try:
-            adapter = load(request)
-        except Exception as error:
-            self._explain(error, request.lora_path)
-            raise
+        adapter = self._read(request, load)
         self.numbers[request.lora_name] = number
         self._sources[number] = Source(request, files)
         self._without_files.pop(number, None)
         self.broken.pop(number, None)
         return adapter
 
-    def _explain(self, error: Exception, folder: str) -> None:
-        rank = diagnosis.adapter_rank(folder)
-        if rank is not None and rank > self.worker_manager.lora_config.max_lora_rank:
-            diagnosis.annotate(error, f"start the engine with max_lora_rank={nearest_max_lora_rank(rank)}")
+    def _read(self, request: Any, load: Callable[[Any], Any]) -> Any:
+        try:
+            adapter = load(request)
+        except Exception as error:
+            rank = diagnosis.adapter_rank(request.lora_path)
+            if rank is not None and rank > self.worker_manager.lora_config.max_lora_rank:
+                diagnosis.annotate(error, f"start the engine with max_lora_rank={nearest_max_lora_rank(rank)}")
+            raise
+        for weights in adapter.loras.values():
+            weights.lora_a, weights.lora_b = _owned(weights.lora_a), _owned(weights.lora_b)
+        return adapter
 
     def merged(self, adapter: Any) -> bool:
         """Whether an adapter already has the form that slots take, so that it must not be merged again."""
@@ -188,7 +192,7 @@ class Adapters:
     def _files_changed(self, number: int) -> bool:
         source = self._sources.get(number)
         now = fingerprint(source.request.lora_path) if source else ()
-        return bool(now) and source is not None and now != source.files
+        return bool(now) and source is not None and (now != source.files or number in self._unreadable)
 
     def _read_again(self, number: int) -> None:
         request = self._sources[number].request
@@ -199,10 +203,15 @@ class Adapters:
             problem = f"its files have changed, and {type(error).__name__}: {error}"
         if not seams.true_on_all_ranks(staged is not None):
             self.broken[number] = problem or "its files have changed, and another rank could not read them"
-        elif staged is not None and not _same(staged.adapter, seams.registered(self.manager)[number]):
+            self._unreadable.add(number)
+            return
+        self._unreadable.discard(number)
+        assert staged is not None
+        if not _same(staged.adapter, seams.registered(self.manager)[number]):
             self._install(staged)
-        elif staged is not None:
+        else:
             self._sources[number] = staged.source or self._sources[number]
+            self.broken.pop(number, None)
 
     # --- Updates ----------------------------------------------------------------------------------------------
 
@@ -222,11 +231,7 @@ class Adapters:
 
     def _check(self, name: str, request: Any, lasting: bool) -> Staged:
         files = fingerprint(request.lora_path)
-        try:
-            adapter = self.worker_manager.load_unnoted(request)
-        except Exception as error:
-            self._explain(error, request.lora_path)
-            raise
+        adapter = self._read(request, self.worker_manager.load_unnoted)
         for module, weights in adapter.loras.items():
             _check_pair(module, weights)
         seams.merge_packed_modules(self.manager, adapter)
@@ -308,6 +313,11 @@ class AssignsSlots:
     def _create_merged_loras_inplace(self, lora_model: Any) -> None:
         if not self.lora_reload.merged(lora_model):
             super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
+
+
+def _owned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor in memory of its own. Where vLLM does not pin it, it may be a view of the file, which can change."""
+    return tensor if tensor is None or tensor.is_pinned() else tensor.clone()
 
 
 def _check_pair(module: str, weights: Any) -> None:

@@ -18,6 +18,7 @@ from . import seams, staging
 from .client import Guard
 from .errors import AdapterRefusedError, LoRAReloadError
 
+_FIRST_NUMBER = 1_000_000  # callers of ``add_lora`` count from 1
 Call = tuple[str, dict[str, Any]]
 
 
@@ -102,7 +103,7 @@ def _protocol(
 
 
 def _free_number(known: Mapping[str, Any], used: Any) -> int:
-    highest: int = max([0, *used, *(each["lora_int_id"] for each in known.values())])
+    highest: int = max([_FIRST_NUMBER - 1, *used, *(each["lora_int_id"] for each in known.values())])
     return highest + 1
 
 

@@ -16,9 +16,10 @@ class Engine:
     """A tiny Llama with two adapters, loaded and answering; its checkpoint lies in three shards.
 
     `quantization` is one of `quantized.METHODS`; the checkpoint as it was before is then in the folder ``source``.
+    `more` goes to ``LLM``.
     """
 
-    def __init__(self, folder: Path, quantization: str | None = None) -> None:
+    def __init__(self, folder: Path, quantization: str | None = None, **more: Any) -> None:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
@@ -30,7 +31,7 @@ class Engine:
         for number in (1, 2):
             path = make_adapter(folder / f"adapter{number}", source, seed=number)
             self.requests[f"adapter {number}"] = LoRARequest(f"adapter{number}", number, str(path))
-        self.llm = LLM(**engine_args(Scenario(), self.checkpoint))
+        self.llm = LLM(**engine_args(Scenario(engine=more), self.checkpoint))
         self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.runner = self.worker.model_runner
         self.model = self.runner.get_model()
