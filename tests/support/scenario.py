@@ -77,12 +77,19 @@ class Report:
         return all(cycle.right for cycle in self.cycles)
 
 
-def run(scenario: Scenario, plugins: str = "lora_reload", timeout: float = 500, **env: str) -> Report:
+def run(
+    scenario: Scenario,
+    plugins: str = "lora_reload",
+    timeout: float = 500,
+    module: str = "tests.support.scenario",
+    **env: str,
+) -> Report:
     """Run `scenario` in a fresh process.
 
     Args:
         plugins: value of ``VLLM_PLUGINS``.
         timeout: seconds.
+        module: what to run; another one than this takes the same arguments.
         env: more environment variables.
 
     Raises:
@@ -96,7 +103,7 @@ def run(scenario: Scenario, plugins: str = "lora_reload", timeout: float = 500, 
             Path(folder, "ray.py").touch()
             paths.append(folder)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        command = [sys.executable, "-m", "tests.support.scenario", json.dumps(dataclasses.asdict(scenario)), str(out)]
+        command = [sys.executable, "-m", module, json.dumps(dataclasses.asdict(scenario)), str(out)]
         with log.open("wb") as sink:
             process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=sink, stderr=sink, start_new_session=True)
             try:

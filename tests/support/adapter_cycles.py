@@ -1,0 +1,98 @@
+"""Adapters of every kind over sleep cycles on one engine, in a process of its own.
+
+Four adapters: ``pinned``; ``gone``, whose files are deleted once it is loaded; ``changed``, whose files become another
+adapter's before each wake-up; ``tensors``, which has no files and is updated while the engine sleeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import make_adapter, make_checkpoint
+from .scenario import PROMPTS, Cycle, Report, Scenario, engine_args
+
+MODULE = "tests.support.adapter_cycles"
+CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "peft_type": "LORA"}
+
+
+def observe(scenario: Scenario, folder: Path) -> Report:
+    """Each cycle's ``same`` says of every adapter whether it answers as the weights that it should have now."""
+    from safetensors.torch import load_file
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from vllm_lora_reload import update_adapter
+
+    checkpoint = make_checkpoint(folder / "model", scenario.family)
+    for seed in (1, 2):
+        make_adapter(folder / f"weights{seed}", checkpoint, seed=seed)
+    weights = {seed: load_file(folder / f"weights{seed}" / "adapter_model.safetensors") for seed in (1, 2)}
+    names = ("pinned", "gone", "changed")
+    for name in names:
+        shutil.copytree(folder / "weights1", folder / name)
+    llm = LLM(**engine_args(dataclasses.replace(scenario, adapters=6), checkpoint))
+    greedy = SamplingParams(temperature=0, max_tokens=scenario.max_tokens, ignore_eos=True)
+
+    def ask(request: Any) -> list[list[int]]:
+        outputs = llm.generate(list(PROMPTS), greedy, lora_request=request, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    requests = {name: LoRARequest(name, number, str(folder / name)) for number, name in enumerate(names, 1)}
+    requests["tensors"] = update_adapter(llm, "tensors", weights[1], CONFIG).lora_request
+    base = ask(None)
+    for request in requests.values():
+        ask(request)
+    expected = {}
+    for seed in (1, 2):
+        reference = update_adapter(llm, "reference", weights[seed], CONFIG).lora_request
+        ask(reference)
+        expected[seed] = ask(reference)
+    llm.llm_engine.pin_lora(1)
+    shutil.rmtree(folder / "gone")
+    registered = sorted(llm.llm_engine.list_loras())
+
+    def run_cycle(number: int) -> Cycle:
+        cycle = Cycle(bytes_differ=[])
+        now = 1 + (number + 1) % 2
+        try:
+            llm.sleep(level=2)
+            new = folder / f"new{number}"
+            shutil.copytree(folder / f"weights{now}", new)
+            shutil.rmtree(folder / "changed")
+            new.rename(folder / "changed")
+            update_adapter(llm, "tensors", weights[now], CONFIG)
+            llm.wake_up(["weights"])
+            llm.collective_rpc("reload_weights")
+            llm.wake_up(["kv_cache"])
+            should = {"pinned": 1, "gone": 1, "changed": now, "tensors": now}
+            cycle.same = {name: ask(requests[name]) == expected[seed] for name, seed in should.items()}
+            cycle.same["base"] = ask(None) == base
+            cycle.same["list_loras"] = sorted(llm.llm_engine.list_loras()) == registered
+        except Exception as error:
+            cycle.error = f"{type(error).__name__}: {error}"[:1000]
+        return cycle
+
+    cycles: list[Cycle] = []
+    while len(cycles) < scenario.cycles and not (cycles and cycles[-1].error):
+        cycles.append(run_cycle(len(cycles)))
+    answers = [base, *expected.values()]
+    return Report(0, [], len({json.dumps(answer) for answer in answers}), cycles)
+
+
+def main(config: str, out: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = observe(Scenario(**json.loads(config)), Path(folder))
+    Path(out).write_text(json.dumps(dataclasses.asdict(report)))
+    sys.stdout.flush()
+    os._exit(0)  # as in `scenario`
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
