@@ -60,7 +60,6 @@ class Adapters:
         worker_manager: vLLM's ``WorkerLoRAManager``.
         manager: vLLM's ``LoRAModelManager``.
         lora: LoRA state of the model.
-        unmapped: whether the memory of the slots is unmapped now.
         broken: why an adapter could not be put back, by id.
         numbers: adapter ids by name, of all that were ever known.
         versions: how often an adapter was updated, by id. Never goes back: prefix caches know adapters by it.
@@ -69,10 +68,10 @@ class Adapters:
     worker_manager: Any
     manager: Any
     lora: LoRAState
-    unmapped: Callable[[], bool]
     broken: dict[int, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    _modules: Any = None  # what vLLM's manager has not got while it must not write
     _sources: dict[int, Source] = field(default_factory=dict)
     _without_files: dict[int, Any] = field(default_factory=dict)
     _unreadable: set[int] = field(default_factory=set)
@@ -84,6 +83,7 @@ class Adapters:
         for manager, mixin in ((self.worker_manager, ReadsAdapters), (self.manager, AssignsSlots)):
             seams.extend(manager, mixin)
             manager.lora_reload = self
+        seams.watch_slots(self.manager, self.assigned)
 
     # --- Reading ----------------------------------------------------------------------------------------------
 
@@ -123,22 +123,39 @@ class Adapters:
 
     # --- Slots ------------------------------------------------------------------------------------------------
 
+    def assigned(self, index: int) -> None:
+        """vLLM has given a slot to another adapter, or to none."""
+        seams.forget_mapping(self.manager)
+        self._writes.pop(index, None)
+        if self.unmapped:
+            self._pending.add(index)
+
+    def slept(self) -> None:
+        """The memory of the slots is unmapped: vLLM keeps its books about them, and reaches none until `woke`."""
+        if not self.unmapped:
+            self._modules = seams.take_modules(self.manager)
+
+    def woke(self) -> None:
+        """It is mapped again."""
+        if self.unmapped:
+            seams.give_modules(self.manager, self._modules)
+            self._modules = None
+
+    @property
+    def unmapped(self) -> bool:
+        return self._modules is not None
+
     @contextmanager
-    def assigning(self) -> Iterator[None]:
-        """While vLLM gives a slot to an adapter. Unmapped memory is not written; that is made up for at wake-up."""
-        before = seams.slots(self.manager)
-        if self.unmapped():
-            with seams.without_modules(self.manager):
-                yield
-        else:
+    def with_modules(self) -> Iterator[None]:
+        """For what looks at wrappers but does not write to them."""
+        if not self.unmapped:
             yield
-        changed = {index for index, number in enumerate(seams.slots(self.manager)) if number != before[index]}
-        if changed:
-            seams.forget_mapping(self.manager)
-            for index in changed:
-                self._writes.pop(index, None)
-            if self.unmapped():
-                self._pending |= changed
+            return
+        seams.give_modules(self.manager, self._modules)
+        try:
+            yield
+        finally:
+            self._modules = seams.take_modules(self.manager)
 
     def put_back(self) -> None:
         """Bring every slot into being after its memory was lost."""
@@ -235,7 +252,8 @@ class Adapters:
         for module, weights in adapter.loras.items():
             _check_pair(module, weights)
         seams.merge_packed_modules(self.manager, adapter)
-        self._dry_run(0, adapter)
+        with self.with_modules():
+            self._dry_run(0, adapter)
         return Staged(name, adapter, Source(request, files) if lasting else None)
 
     def discard(self, token: str) -> None:
@@ -267,11 +285,10 @@ class Adapters:
         slots = seams.slots(self.manager)
         if number not in slots:
             seams.activate_if_possible(self.manager, number)
-        elif self.unmapped():
+        elif self.unmapped:
             self._pending.add(slots.index(number))
         else:
             seams.write_slot(self.manager, slots.index(number), staged.adapter)
-        seams.forget_mapping(self.manager)
 
     def known(self) -> dict[str, dict[str, int]]:
         """Id and version by name."""
@@ -303,16 +320,14 @@ class AssignsSlots:
 
     lora_reload: Adapters
 
-    def activate_adapter(self, lora_id: int) -> bool:
-        activate: Callable[[int], bool] = super().activate_adapter  # type: ignore[misc]
-        if seams.is_active(self, lora_id):  # so it is in nearly every step
-            return activate(lora_id)
-        with self.lora_reload.assigning():
-            return activate(lora_id)
+    def remove_all_adapters(self) -> None:
+        super().remove_all_adapters()  # type: ignore[misc]
+        seams.watch_slots(self, self.lora_reload.assigned)  # it has made a new table
 
     def _create_merged_loras_inplace(self, lora_model: Any) -> None:
         if not self.lora_reload.merged(lora_model):
-            super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
+            with self.lora_reload.with_modules():
+                super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
 
 
 def _owned(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -332,7 +347,7 @@ def _check_pair(module: str, weights: Any) -> None:
     if a.shape[-2] != b.shape[-1]:
         raise ValueError(f"{module}: lora_A has rank {a.shape[-2]}, lora_B has rank {b.shape[-1]}")
     for letter, tensor in (("A", a), ("B", b)):
-        if not torch.isfinite(tensor).all():
+        if not all(extreme.isfinite() for extreme in torch.aminmax(tensor)):  # NaN is both
             raise ValueError(f"{module}: lora_{letter} has values that are not finite")
 
 

@@ -351,19 +351,36 @@ def merge_packed_modules(manager: Any, adapter: Any) -> None:
     manager._create_merged_loras_inplace(adapter)
 
 
-def supported_modules(manager: Any) -> dict[str, Any]:
-    """Wrapper by module name."""
-    return dict(manager.modules)
+def take_modules(manager: Any) -> Any:
+    """From now on the manager keeps its books, but reaches no wrapper: what it would write is left out.
 
-
-@contextmanager
-def without_modules(manager: Any) -> Iterator[None]:
-    """The manager keeps its books, but reaches no wrapper: what it would write is left out."""
+    Returns:
+        What `give_modules` takes.
+    """
     modules, manager.modules = manager.modules, {}
-    try:
-        yield
-    finally:
-        manager.modules = modules
+    return modules
+
+
+def give_modules(manager: Any, modules: Any) -> None:
+    """Undo `take_modules`."""
+    manager.modules = modules
+
+
+class _SlotTable(list[int | None]):
+    """Adapter id by slot, which tells when it changes: vLLM writes to it only when it assigns a slot."""
+
+    def __init__(self, slots: list[int | None], changed: Callable[[int], None]) -> None:
+        super().__init__(slots)
+        self._changed = changed
+
+    def __setitem__(self, index: Any, number: Any) -> None:
+        super().__setitem__(index, number)
+        self._changed(index)
+
+
+def watch_slots(manager: Any, changed: Callable[[int], None]) -> None:
+    """Call ``changed(index)`` whenever the manager gives a slot to another adapter or to none."""
+    manager.lora_index_to_id = _SlotTable(slots(manager), changed)
 
 
 def lora_request(name: str, number: int, path: str) -> Any:

@@ -56,7 +56,7 @@ class WorkerState:
         self.lifecycle = Lifecycle()
         manager = seams.adapter_manager(worker_manager)
         self.lora = LoRAState(model, manager, device)
-        self.adapters = Adapters(worker_manager, manager, self.lora, unmapped=lambda: bool(self.lifecycle.asleep))
+        self.adapters = Adapters(worker_manager, manager, self.lora)
         with base_view(model):
             self.coverage = Coverage(model, first)
         self.unregistered = UnregisteredTensors(
@@ -72,9 +72,15 @@ class WorkerState:
             self.lora.save()
             self.unregistered.save()
 
-    def discarded(self) -> None:
-        """Level 2 has taken the weights pool."""
-        self.lifecycle.slept(2)
+    def slept(self, level: int) -> None:
+        """The weights pool is unmapped."""
+        self.lifecycle.slept(level)
+        if level:
+            self.adapters.slept()
+        if level >= 2:
+            self._discarded()
+
+    def _discarded(self) -> None:
         self.lora.lost = True
         self.coverage.lose()
 
@@ -94,6 +100,7 @@ class WorkerState:
         """The weights pool is mapped again: bring back all that a load does not, LoRA state with `reset`."""
         discarded = self.lifecycle.state is State.DISCARDED
         self.lifecycle.woke()
+        self.adapters.woke()
         if discarded:
             self.unregistered.restore()
             reset()

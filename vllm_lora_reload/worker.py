@@ -28,10 +28,7 @@ class LoRAReloadWorker:
         if level >= 2:
             self.lora_reload.save()
         super().sleep(level)  # type: ignore[misc]
-        if level >= 2:
-            self.lora_reload.discarded()
-        else:
-            self.lora_reload.lifecycle.slept(level)
+        self.lora_reload.slept(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)  # type: ignore[misc]

@@ -1,12 +1,13 @@
 """Other ways in, other models, with real sleep mode."""
 
+import dataclasses
 import importlib.util
 
 import pytest
 import torch
 
 from tests.support.quantized import METHODS
-from tests.support.scenario import Scenario, run
+from tests.support.scenario import NO_NCCL, Scenario, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +38,15 @@ def test_online_fp8() -> None:
 def test_quantized_checkpoint(method: str) -> None:
     """Repacked kernel tensors, from disk and in kernel format."""
     ways = ("reload", "kernel")
-    report = run(Scenario(cycles=2, quantization=method, ways=ways, on_gpu=True, max_tokens=8), **ENV)
+    scenario = Scenario(cycles=2, quantization=method, ways=ways, on_gpu=True, max_tokens=8)
+    try:
+        report = run(scenario, **ENV)
+    except RuntimeError:
+        try:
+            run(dataclasses.replace(scenario, cycles=0), plugins="none", **ENV)
+        except RuntimeError as error:
+            pytest.skip(f"vLLM itself does not start with it here: {str(error)[-300:]}")
+        raise
     assert len(report.cycles) == 2 and report.distinct_answers == 3
     assert report.right, report
 
@@ -49,4 +58,6 @@ def test_transfer_from_another_gpu(way: str) -> None:
     own_backend = importlib.util.find_spec("vllm.distributed.weight_transfer.sparse_nccl_engine") is not None
     engine = {"weight_transfer_config": {"backend": "sparse_nccl" if way == "sparse" and own_backend else "nccl"}}
     report = run(Scenario(cycles=2, ways=(way,), on_gpu=True, engine=engine, max_tokens=8), **ENV)
+    if NO_NCCL in (report.cycles[0].error or ""):
+        pytest.skip(NO_NCCL)
     assert len(report.cycles) == 2 and report.right, report

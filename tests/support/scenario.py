@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS = ("The quick brown fox", "What is the capital of France?", "def add(left: int")
+NO_NCCL = "vLLM cannot use NCCL here"
 ROOT = Path(__file__).parents[2]
 
 
@@ -300,6 +301,8 @@ class NcclTrainer:
         group = StatelessProcessGroup.create("127.0.0.1", meeting["master_port"], rank=0, world_size=2)
         self._group = PyNcclCommunicator(group, device=torch.device(self.DEVICE))
         joined.result()
+        if self._group.disabled:  # then its broadcasts do nothing
+            raise RuntimeError(NO_NCCL)
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         """Both sides meet in NCCL calls, so the engine's side runs in a thread."""

@@ -69,7 +69,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: True)
     made: Any = Worker()
     extend(made)
-    monkeypatch.setattr(session, "Adapters", lambda *args, unmapped: SimpleNamespace(broken={}))
+    monkeypatch.setattr(session, "Adapters", lambda *args: SimpleNamespace(broken={}))
     made.lora_reload = WorkerState(Block(), SimpleNamespace(_adapter_manager=None), CPU, Settings())
     return made
 

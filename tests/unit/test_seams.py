@@ -319,9 +319,19 @@ def test_activate_if_possible_leaves_pinned_adapters_alone(manager: Any) -> None
 def test_without_modules_the_manager_writes_nothing(manager: Any) -> None:
     manager.deactivate_adapter(2)
     before = manager.modules["up"].a_stacked.clone()
-    with seams.without_modules(manager):
-        manager.activate_adapter(4)
+    modules = seams.take_modules(manager)
+    manager.activate_adapter(4)
+    seams.give_modules(manager, modules)
     assert seams.slots(manager)[0] == 4 and torch.equal(manager.modules["up"].a_stacked, before)
+
+
+def test_slots_that_change_are_told_of(manager: Any) -> None:
+    changed: list[int] = []
+    seams.watch_slots(manager, changed.append)
+    manager.activate_adapter(2)  # it has a slot
+    assert changed == [] and seams.slots(manager) == [2, 3, 1]
+    manager.activate_adapter(4)  # 1 has to go
+    assert changed == [2, 2] and seams.slots(manager) == [2, 3, 4]
 
 
 def test_forget_mapping() -> None:

@@ -38,7 +38,7 @@ class FakeUnregistered(FakeLoRA):
 
 
 class FakeAdapters:
-    def __init__(self, worker_manager: Any, manager: Any, lora: FakeLoRA, unmapped: Any) -> None:
+    def __init__(self, worker_manager: Any, manager: Any, lora: FakeLoRA) -> None:
         self.lora = lora
         self.log: list[str] = []
 
@@ -51,6 +51,12 @@ class FakeAdapters:
 
     def put_pending(self) -> None:
         self.log.append("put pending")
+
+    def slept(self) -> None:
+        self.unmapped = True
+
+    def woke(self) -> None:
+        self.unmapped = False
 
     def read_changed(self) -> None:
         self.log.append("read changed")
@@ -102,7 +108,7 @@ def test_lora_state_is_reset_by_hand_always_and_by_a_load_only_if_it_was_lost(st
     with state.loading():
         state.reset_lora()
     assert log == ["put back"]
-    state.discarded()
+    state.slept(2)
     state.lifecycle.woke()
     with state.loading():
         state.reset_lora()
@@ -113,7 +119,7 @@ def test_lora_state_is_reset_by_hand_always_and_by_a_load_only_if_it_was_lost(st
 def test_setting_drop_drops_at_the_end_of_a_load_only(state: WorkerState) -> None:
     state.settings = Settings(adapters="drop")
     log: list[str] = state.adapters.log  # type: ignore[attr-defined]
-    state.discarded()
+    state.slept(2)
     state.woke(state.reset_lora)
     assert log == ["put back"]
     with state.loading():
@@ -123,7 +129,7 @@ def test_setting_drop_drops_at_the_end_of_a_load_only(state: WorkerState) -> Non
 
 @pytest.mark.parametrize(("level", "done"), [(1, ["put pending", "read changed"]), (2, ["put back", "read changed"])])
 def test_wake_up_brings_back_what_the_level_took(state: WorkerState, level: int, done: list[str]) -> None:
-    state.discarded() if level == 2 else state.lifecycle.slept(1)
+    state.slept(level)
     state.woke(state.reset_lora)
     assert state.adapters.log == done  # type: ignore[attr-defined]
 

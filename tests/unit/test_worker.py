@@ -46,6 +46,12 @@ class FakePart:
     def put_pending(self) -> None:
         self.log(f"{self.name}.put_pending")
 
+    def slept(self) -> None:
+        self.unmapped = True
+
+    def woke(self) -> None:
+        self.unmapped = False
+
     def read_changed(self) -> None:
         self.log(f"{self.name}.read_changed")
 
@@ -106,7 +112,7 @@ def log() -> Log:
 
 def make(cls: type[SingleShotWorker], log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(session, "LoRAState", lambda *args: FakePart(log, "lora"))
-    monkeypatch.setattr(session, "Adapters", lambda *args, unmapped: FakePart(log, "adapters"))
+    monkeypatch.setattr(session, "Adapters", lambda *args: FakePart(log, "adapters"))
     monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known, more: FakePart(log, "unregistered"))
     monkeypatch.setattr(seams, "abort_layerwise_reload", lambda model: log("abort"))
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: False)
