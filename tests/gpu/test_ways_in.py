@@ -19,10 +19,18 @@ IPC = {"weight_transfer_config": {"backend": "ipc"}}
 
 
 def test_mixture_of_experts() -> None:
-    """From disk, one tensor a call, and by weight transfer; LoRA on every expert."""
-    ways = ("reload", "direct", "ipc")
-    report = run(Scenario(family="qwen3_moe", cycles=3, ways=ways, on_gpu=True, engine=IPC, max_tokens=8), **ENV)
-    assert len(report.cycles) == 3 and report.distinct_answers == 3
+    """From disk and one tensor a call; LoRA on every expert. In one process: vLLM 0.24 hangs in a forked core."""
+    scenario = Scenario(family="qwen3_moe", cycles=2, ways=("reload", "direct"), on_gpu=True, max_tokens=8)
+    report = run(scenario, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert len(report.cycles) == 2 and report.distinct_answers == 3
+    assert report.right, report
+
+
+def test_mixture_of_experts_by_transfer() -> None:
+    """CUDA hands memory over only to another process."""
+    scenario = Scenario(family="qwen3_moe", cycles=2, ways=("ipc",), on_gpu=True, engine=IPC, max_tokens=8)
+    report = run(scenario, VLLM_WORKER_MULTIPROC_METHOD="spawn", **ENV)
+    assert len(report.cycles) == 2 and report.distinct_answers == 3
     assert report.right, report
 
 
