@@ -428,3 +428,38 @@ def test_on_missing_warn(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog
     assert engine.ask("base") == {"base": engine.before["base"]}
     client.logger.removeHandler(caplog.handler)
     assert "Answering although rank 0: base weights are missing" in caplog.text
+
+
+# --- Prefix cache -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def caching(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine(tmp_path_factory.mktemp("caching"), max_loras=4, enable_prefix_caching=True, block_size=32)
+
+
+def ask_long(engine: Engine, request: Any) -> tuple[int, list[int]]:
+    """How many tokens of a long prompt were found in the cache, and the answer."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompt = {"prompt_token_ids": [20 + number % 200 for number in range(150)]}
+    (output,) = engine.llm.generate([prompt], greedy, lora_request=request, use_tqdm=False)
+    return output.num_cached_tokens, list(output.outputs[0].token_ids)
+
+
+def test_prefixes_of_older_versions_are_not_used_again(caching: Engine) -> None:
+    engine = caching
+    policy = update(engine, 1).lora_request
+    others = {"base": None, "adapter 1": engine.requests["adapter 1"], "adapter 2": engine.requests["adapter 2"]}
+    fresh = {name: ask_long(engine, request) for name, request in others.items()}
+    assert ask_long(engine, policy) == (0, fresh["adapter 1"][1])
+    assert ask_long(engine, policy)[0] > 100
+    assert update(engine, 2).lora_request == policy
+    assert ask_long(engine, policy) == (0, fresh["adapter 2"][1])
+    assert ask_long(engine, policy)[0] > 100
+    for name, request in others.items():
+        cached, answer = ask_long(engine, request)
+        assert cached > 100 and answer == fresh[name][1]
+    update(engine, 1)
+    assert ask_long(engine, policy) == (0, fresh["adapter 1"][1]), "nor does an old version come back"

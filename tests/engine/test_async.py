@@ -1,14 +1,16 @@
-"""`AsyncLLM`: requests are refused while base weights are missing, and the engine lives on."""
+"""`AsyncLLM`: requests are refused while base weights are missing, the engine lives on, and adapters are updated."""
 
 import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.checkpoints import make_adapter, make_checkpoint
 from tests.support.scenario import PROMPTS, Scenario, engine_args
-from vllm_lora_reload import WeightsMissingError
+from vllm_lora_reload import AdapterRefusedError, WeightsMissingError, update_adapter
 
 pytestmark = pytest.mark.engine
 
@@ -41,6 +43,16 @@ async def cycle(checkpoint: Path, adapter: Path) -> None:
                 await ask(request)
         await engine.collective_rpc("reload_weights")
         assert [await ask(request) for request in requests] == before
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+        updated = await update_adapter(engine, "policy", tensors, config)
+        assert await ask(updated.lora_request) == before[1]
+        nothing = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        assert (await update_adapter(engine, "policy", nothing, config)).version == updated.version + 1
+        assert await ask(updated.lora_request) == before[0]
+        with pytest.raises(AdapterRefusedError, match="not finite"):
+            await update_adapter(engine, "policy", {n: t / 0 for n, t in tensors.items()}, config)
+        assert await ask(updated.lora_request) == before[0]
     finally:
         engine.shutdown()
 

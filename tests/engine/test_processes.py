@@ -24,9 +24,10 @@ def test_flat_loop_model() -> None:
     check(run(Scenario(family="minicpm", control="view"), VLLM_ENABLE_V1_MULTIPROCESSING="1"), "view")
 
 
-def test_two_ranks() -> None:
+@pytest.mark.parametrize("fully_sharded", [False, True])
+def test_two_ranks(fully_sharded: bool) -> None:
     report = run(
-        Scenario(engine={"tensor_parallel_size": 2}, control="mapping"),
+        Scenario(engine={"tensor_parallel_size": 2, "fully_sharded_loras": fully_sharded}, control="mapping"),
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_CPU_OMP_THREADS_BIND="0|1",
     )
