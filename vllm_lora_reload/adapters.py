@@ -177,7 +177,7 @@ class Adapters:
         try:
             if known and index not in self._pending:
                 if (write := self._writes.get(index)) is None or write.adapter is not adapter:
-                    write = self._writes[index] = self._dry_run(index, adapter)
+                    write = self._writes[index] = self._dry_run(index, adapter, strict=False)  # it served
                 write.into_zeroed_slot()
             else:
                 seams.write_slot(self.manager, index, adapter)
@@ -186,8 +186,8 @@ class Adapters:
             self.broken[number] = f"{type(error).__name__}: {error}"
             self.lora.clear_slot(index)
 
-    def _dry_run(self, index: int, adapter: Any) -> SlotWrite:
-        return SlotWrite(self.manager, index, adapter, self.lora.stack_of, set(self.lora.storages))
+    def _dry_run(self, index: int, adapter: Any, strict: bool) -> SlotWrite:
+        return SlotWrite(self.manager, index, adapter, self.lora.stack_of, set(self.lora.storages), strict)
 
     def drop_all(self) -> None:
         """As vLLM does from 0.28 on when base weights have been replaced."""
@@ -253,7 +253,7 @@ class Adapters:
             _check_pair(module, weights)
         seams.merge_packed_modules(self.manager, adapter)
         with self.with_modules():
-            self._dry_run(0, adapter)
+            self._dry_run(0, adapter, strict=True)
         return Staged(name, adapter, Source(request, files) if lasting else None)
 
     def discard(self, token: str) -> None:

@@ -54,11 +54,11 @@ class Guard:
         """Take in what the workers answered, asked when `now` was `asked`."""
         errors = [f"rank {rank}: {status['error']}" for rank, status in enumerate(statuses) if status["error"]]
         more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-        self.error = errors[0] + more if errors else None
+        before, self.error = self.error, errors[0] + more if errors else None
         self.adapters = {int(number): why for status in statuses for number, why in status["adapters"].items()}
         # Loads inside a worker pass no front end, so an error is looked at again with every request.
         self.checked = asked if not errors and not self.adapters else asked - 1
-        if self.error and self.warn_only:
+        if self.warn_only and self.error and self.error != before:
             logger.warning("Answering although %s", self.error)
 
     def refuse(self, lora_request: Any) -> None:

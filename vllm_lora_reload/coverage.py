@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from . import seams
+
 Region = tuple[object, ...]
 
 
@@ -92,6 +94,10 @@ class WriteRecorder(TorchDispatchMode):
         """Bytes written to the storage so far; what was written twice through views of one region counts once."""
         return sum(self._regions[key].values())
 
+    def forget(self, keys: Iterable[int]) -> None:
+        """Watch these storages from now on as if nothing had been written to them."""
+        self._regions.update({key: {} for key in keys})
+
 
 class FirstLoad:
     """The load at start-up: the reference for what a load writes.
@@ -103,20 +109,29 @@ class FirstLoad:
         model: as given.
         modules: modules with a tensor of their own that the load wrote or made.
         written: bytes that the load wrote, by storage.
+        brought: the same by module and name.
         built: storages that were there before the load.
         processed: those of them that the load did not write but the processing after it did.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        tensors = [(m, t) for m in model.modules() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        tensors = [
+            (module, name, tensor)
+            for module in model.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
         # Online quantization builds parameters on the meta device and makes them real while it loads.
-        self.modules = {module for module, tensor in tensors if tensor.is_meta}
+        self.modules = {module for module, _, tensor in tensors if tensor.is_meta}
         self._identities = Identities()
-        self._owners = [(module, self._identities.of(tensor)) for module, tensor in tensors if not tensor.is_meta]
-        self.built = {key for _, key in self._owners}
+        self._owners = [
+            (module, name, self._identities.of(tensor)) for module, name, tensor in tensors if not tensor.is_meta
+        ]
+        self.built = {key for _, _, key in self._owners}
         self._recorder = WriteRecorder(self.built)
         self.written: dict[int, int] = {}
+        self.brought: dict[nn.Module, dict[str, int]] = {}
         self.processed: set[int] = set()
 
     @contextmanager
@@ -124,7 +139,10 @@ class FirstLoad:
         with self._recorder:
             yield
         self.written = {key: size for key in self.built if (size := self._recorder.written(key))}
-        self.modules |= {module for module, key in self._owners if key in self.written}
+        for module, name, key in self._owners:
+            if key in self.written:
+                self.modules.add(module)
+                self.brought.setdefault(module, {})[name] = self.written[key]
 
     @contextmanager
     def processing(self) -> Iterator[None]:
@@ -164,6 +182,10 @@ class Coverage:
         self._identities = Identities()
         self._needed: dict[int, tuple[str, int]] = {}
         self._lasting: dict[nn.Module, list[str]] = {}
+        self._brought = first.brought if first is not None else {}
+        self._keys: dict[nn.Module, list[int]] = {}  # of what is needed, by module
+        self._made: dict[nn.Module, list[tuple[torch.Tensor, int]]] = {}
+        self._short: set[nn.Module] = set()
         self.unloaded: list[torch.Tensor] = []
         if first is not None and first.known:
             for prefix, module in model.named_modules():
@@ -177,9 +199,11 @@ class Coverage:
                     ]
         self._missing: dict[int, tuple[str, int]] = {}
         self._recorder: WriteRecorder | None = None
+        self._active: WriteRecorder | None = None
 
     def _add(self, name: str, parameter: torch.Tensor, module: nn.Module, first: FirstLoad) -> None:
         key = self._identities.of(parameter)
+        self._keys.setdefault(module, []).append(key)
         if key in first.written:
             # No more than there is: loaders may fill the whole before they write its parts.
             self._needed.setdefault(key, (name, min(first.written[key], parameter.untyped_storage().nbytes())))
@@ -200,18 +224,30 @@ class Coverage:
             layer: its tensors hold unset memory.
             running: its running tensors by name.
         """
-        for name in self._lasting.get(layer, ()):
-            if (new := getattr(layer, name)) is not running[name]:
-                new.data.copy_(running[name])
-        for name, old in running.items():
-            new = getattr(layer, name, None)
-            if _identity(old) not in self._needed or not isinstance(new, torch.Tensor) or new is old or new.is_meta:
+        made = self._made[layer] = []
+        for name, size in self._brought.get(layer, {}).items():
+            new, old = getattr(layer, name, None), running.get(name)
+            if self._active is None or not isinstance(new, torch.Tensor) or new is old or new.is_meta:
                 continue
-            if self._recorder is not None:
-                self._recorder.source(new)
-            elif new.shape == old.shape and new.dtype == old.dtype:
-                # What the load leaves out, say one shard of a fused layer, keeps its value.
+            self._active.source(new)
+            made.append((new, size))
+            if self._recorder is None and old is not None and (new.shape, new.dtype) == (old.shape, old.dtype):
+                # Nothing was lost: what the load leaves out, say one shard of a fused layer, keeps its value.
                 new.data.copy_(old)
+        for name in self._lasting.get(layer, ()):
+            # vLLM leaves out buffers that are views of parameters until it puts the running tensors back.
+            if (new := getattr(layer, name, None)) is not None and new is not running[name]:
+                new.data.copy_(running[name])
+        # Repacking writes to the same tensors, so what the load has brought is to be seen before it.
+        seams.before_processing(layer, self._judge)
+
+    def _judge(self, layer: nn.Module) -> None:
+        """Note whether a load has brought less of a layer that was made anew than the first load did."""
+        for new, size in self._made.pop(layer, ()):
+            if self._active is not None and self._active.written(_identity(new)) < min(
+                size, new.untyped_storage().nbytes()
+            ):
+                self._short.add(layer)
 
     @property
     def total(self) -> int:
@@ -223,23 +259,40 @@ class Coverage:
         self._recorder = WriteRecorder(self._missing) if self._missing else None
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Watch a load. While nothing is missing, this does nothing."""
-        if self._recorder is None:
+    def recording(self, anew: bool = False) -> Iterator[None]:
+        """Watch a load.
+
+        Args:
+            anew: whether the load may make layers anew. If not, and while nothing is missing, this does nothing.
+        """
+        if self._recorder is None and not anew:
             yield
             return
-        with self._recorder:
-            yield
+        self._made.clear()
+        self._short.clear()
+        self._active = self._recorder or WriteRecorder(())
+        try:
+            with self._active:
+                yield
+            for layer in list(self._made):
+                self._judge(layer)
+            self._count(self._active)
+        finally:
+            self._active = None
+
+    def _count(self, recorder: WriteRecorder) -> None:
+        short = {key for layer in self._short for key in self._keys.get(layer, ()) if key in self._needed}
+        recorder.forget(short)
+        self._missing |= {key: self._needed[key] for key in short}
         parameters = list(self._model.parameters())
         # Between the chunks of a layerwise load, what it has not reached is on the meta device, and not gone.
         in_use = None if any(p.is_meta for p in parameters) else {_identity(p) for p in parameters}
         self._missing = {
             key: (name, needed)
             for key, (name, needed) in self._missing.items()
-            if (in_use is None or key in in_use) and self._recorder.written(key) < needed
+            if (in_use is None or key in in_use) and recorder.written(key) < needed
         }
-        if not self._missing:
-            self._recorder = None
+        self._recorder = recorder if self._missing else None
 
     def missing(self) -> list[str]:
         """Names, as without LoRA, of tensors that no load has written since they were lost."""

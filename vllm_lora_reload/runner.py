@@ -78,7 +78,7 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             path = Path(kwargs.get("weights_path") or (args[0] if args else None) or seams.checkpoint(self))
             folder = path if path.is_absolute() or path.exists() else None  # else a hub's name
         try:
-            with self.lora_reload.loading(folder=folder):
+            with self.lora_reload.loading(folder=folder, anew=True):
                 super().reload_weights(weights_iterator, *args, **kwargs)
                 if not seams.engine_resets_lora():
                     self.reset_lora_state()

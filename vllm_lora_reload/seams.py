@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _HOOK = "__lora_reload_hook__"
+_PARALLEL = "vllm.distributed.parallel_state"
 _LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -415,8 +416,7 @@ def true_on_all_ranks(value: bool) -> bool:
 
 def _groups() -> list[Any]:
     """Pipeline and tensor parallel groups; each pass over both reaches every rank of one engine."""
-    state = "vllm.distributed.parallel_state"
-    groups = [_find(state, "get_pp_group")(), _find(state, "get_tp_group")()]
+    groups = [_find(_PARALLEL, "get_pp_group")(), _find(_PARALLEL, "get_tp_group")()]
     return [group for group in groups if group.world_size > 1]
 
 
@@ -458,6 +458,21 @@ def layers_observed(made: Callable[[nn.Module, dict[str, torch.Tensor]], None]) 
         yield
 
 
+def before_processing(layer: nn.Module, call: Callable[[nn.Module], None]) -> None:
+    """Call ``call(layer)`` the next time that vLLM is about to process the layer's weights."""
+    method = getattr(layer, "quant_method", None)
+    process = getattr(method, "process_weights_after_loading", None)
+    if method is None or process is None:
+        return
+
+    def process_weights_after_loading(*args: Any, **kwargs: Any) -> Any:
+        vars(method).pop("process_weights_after_loading", None)
+        call(layer)
+        return process(*args, **kwargs)
+
+    vars(method)["process_weights_after_loading"] = process_weights_after_loading
+
+
 def abort_layerwise_reload(model: nn.Module) -> None:
     """Give every layer that an interrupted layerwise reload holds its running tensors and their loaders back."""
     info_of = _find(_LAYERWISE, "LAYERWISE_INFO")
@@ -492,6 +507,11 @@ def check() -> None:
         ("vllm.lora.utils", "_all_lora_classes"),
         ("vllm.lora.utils", "LogitsProcessorWithLoRA"),
         ("vllm.lora.model_manager", "LoRAModelManager"),
+        ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA"),
+        ("vllm.lora.request", "LoRARequest"),
+        ("vllm.config.lora", "MaxLoRARanks"),
+        (_PARALLEL, "get_pp_group"),
+        (_PARALLEL, "get_tp_group"),
         (_LAYERWISE, "LAYERWISE_INFO"),
         (_LAYERWISE, "_place_kernel_tensors"),
         (_LAYERWISE, "_get_original_loader"),

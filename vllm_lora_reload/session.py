@@ -133,7 +133,9 @@ class WorkerState:
             seams.abort_layerwise_reload(self.model)
 
     @contextmanager
-    def loading(self, completes: bool = True, folder: Path | None = None, patches: bool = False) -> Iterator[None]:
+    def loading(
+        self, completes: bool = True, folder: Path | None = None, patches: bool = False, anew: bool = False
+    ) -> Iterator[None]:
         """Run a load of base weights in the base view. The outermost block decides about success or failure.
 
         After an error, wrappers and parameters are in their places again, and base weights count as missing unless
@@ -143,6 +145,7 @@ class WorkerState:
             completes: whether the weights are all there when the block ends (not so for a chunk of a transfer).
             folder: the checkpoint that is read, if the block reads one; named in errors.
             patches: whether single elements are written, which brings no lost tensor back.
+            anew: whether layers may be made anew (vLLM's layerwise reload).
         """
         self.must_be_mapped()
         before = self._tensors_given
@@ -155,7 +158,7 @@ class WorkerState:
                 if self._depth > 1 or patches:
                     yield
                 else:
-                    with self.coverage.recording():
+                    with self.coverage.recording(anew):
                         yield
             if self._depth == 1 and completes:
                 self.lifecycle.loaded(self.coverage.missing(), self.coverage.total)

@@ -38,8 +38,9 @@ class Stack:
 class _HeldBack(TorchDispatchMode):
     """Keeps operations from writing to LoRA state, and notes copies into stacks."""
 
-    def __init__(self, stacks: Mapping[int, Stack], others: set[int]) -> None:
+    def __init__(self, stacks: Mapping[int, Stack], others: set[int], strict: bool) -> None:
         super().__init__()
+        self._strict = strict
         self._stacks, self._held = stacks, stacks.keys() | others
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.only_copies = True
@@ -71,7 +72,7 @@ class _HeldBack(TorchDispatchMode):
         if weights.ndim == 0:  # `stack[index] = 0`
             return
         whole = stack.whole is None or weights.shape[stack.whole] == stack.slot[stack.whole]
-        if into.shape != weights.shape or not whole:
+        if self._strict and (into.shape != weights.shape or not whole):
             raise ValueError(
                 f"{stack.module}: weights of shape {list(weights.shape)} do not fit into a slot of {list(stack.slot)}"
             )
@@ -87,6 +88,7 @@ class SlotWrite:
         adapter: the ``LoRAModel`` in host memory, its packed modules merged.
         stacks: stacks of all wrappers, by `storage_key`.
         others: storages of the other tensors of LoRA state.
+        strict: whether to refuse what vLLM copies into a part of the slot, or spreads over it.
 
     Raises:
         Exception: the adapter does not fit.
@@ -95,10 +97,12 @@ class SlotWrite:
         adapter: as given.
     """
 
-    def __init__(self, manager: Any, index: int, adapter: Any, stacks: Mapping[int, Stack], others: set[int]) -> None:
+    def __init__(
+        self, manager: Any, index: int, adapter: Any, stacks: Mapping[int, Stack], others: set[int], strict: bool
+    ) -> None:
         self.adapter = adapter
         self._manager, self._index = manager, index
-        held = _HeldBack(stacks, others)
+        held = _HeldBack(stacks, others, strict)
         with torch.no_grad(), held:
             seams.write_slot(manager, index, adapter)
         # A layer that does more than copy has to do it itself.

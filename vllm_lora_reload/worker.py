@@ -123,7 +123,7 @@ class SingleShotTransfer:
     lora_reload: WorkerState
 
     def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:
-        with self.lora_reload.loading():
+        with self.lora_reload.loading(anew=True):
             super().update_weights(_with_checkpoint_names(update_info), *args, **kwargs)  # type: ignore[misc]
             self.model_runner.reset_lora_state()
 
@@ -155,7 +155,7 @@ class TransferSessions:
             return
         patches = _is_sparse(update_info)
         self._patched |= patches
-        with self.lora_reload.loading(completes=False, patches=patches):
+        with self.lora_reload.loading(completes=False, patches=patches, anew=True):
             super().update_weights(_with_checkpoint_names(update_info), *args, **kwargs)  # type: ignore[misc]
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +166,8 @@ class TransferSessions:
             lifecycle.transfer = None
             return
         try:
-            with self.lora_reload.loading(completes=not self._patched or self.lora_reload.coverage.total > 0):
+            completes = not self._patched or self.lora_reload.coverage.total > 0
+            with self.lora_reload.loading(completes, anew=True):
                 super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
                 if not seams.engine_resets_lora():
                     self.model_runner.reset_lora_state()

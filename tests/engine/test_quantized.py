@@ -125,6 +125,23 @@ def test_way_in(engine: Engine, way: str) -> None:
     engine.assert_whole()
 
 
+@pytest.mark.parametrize("asleep", [False, True], ids=["awake", "after sleep"])
+def test_left_out_shard(engine: Engine, asleep: bool) -> None:
+    """vLLM repacks whatever memory the layer was allocated with, and copies it over the running tensors."""
+    if asleep:
+        engine.lose_weights()
+    left_out = "model.layers.1.self_attn.k_proj."
+    pairs = {name: tensor for name, tensor in engine.checkpoint_tensors().items() if not name.startswith(left_out)}
+    assert len(pairs) < len(engine.checkpoint_tensors())
+    engine.reload(weights_iterator=iter(pairs.items()))
+    status = engine.llm.collective_rpc("lora_reload_status")[0]
+    assert status["state"] == "missing" and "model.layers.1.self_attn.qkv_proj" in status["error"]
+    refused(engine)
+    engine.reload()
+    assert engine.worker.lora_reload_status()["state"] == "complete"
+    engine.assert_whole()
+
+
 def test_interrupted_reload(engine: Engine) -> None:
     """Half of the layers are repacked, one is on its way: every tensor is back in place, and the next reload works."""
     pairs = list(engine.checkpoint_tensors().items())

@@ -227,6 +227,56 @@ def test_layer_made_anew_gets_what_no_load_writes() -> None:
     coverage.carry_over(nn.Linear(1, 1), {})  # a layer that the first load did not touch
 
 
+class Repacks:
+    """A quantization method that rewrites the whole weight in place, whatever was loaded into it."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight.copy_(layer.weight.flip(0))
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["after a loss", "awake"])
+@pytest.mark.parametrize("parts", [("a", "b"), ("a",), ()])
+def test_layer_made_anew_and_repacked(model: Model, parts: tuple[str, ...], lost: bool) -> None:
+    """What a load leaves out of it is missing, though the whole layer is copied over the running one."""
+    layer: Any = model.fused
+    layer.quant_method = Repacks()
+    first = FirstLoad(model)
+    with first.recording():
+        model.load("a", "b", "norm")
+    running = layer.weight
+    layer.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=False)  # kernels want it transposed
+    kernel = layer.weight
+    coverage = Coverage(model, first)
+    if lost:
+        coverage.lose()
+    with coverage.recording(anew=True):
+        layer.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
+        coverage.carry_over(layer, {"weight": kernel})
+        model.load(*parts)
+        layer.quant_method.process_weights_after_loading(layer)
+        kernel.copy_(layer.weight.t())
+        layer.weight = kernel
+    assert ("fused.weight" in coverage.missing()) is (parts != ("a", "b"))
+    assert ("norm.weight" in coverage.missing()) is lost
+    assert "process_weights_after_loading" not in vars(layer.quant_method)
+    del running
+
+
+def test_layer_made_anew_without_processing(model: Model) -> None:
+    first = FirstLoad(model)
+    with first.recording():
+        model.load("a", "b", "norm")
+    coverage = Coverage(model, first)
+    running = model.norm.weight
+    with coverage.recording(anew=True):
+        model.norm.weight = nn.Parameter(torch.empty(4), requires_grad=False)
+        coverage.carry_over(model.norm, {"weight": running})
+        assert torch.equal(model.norm.weight, running), "nothing was lost, so what the load leaves out stays"
+        running.copy_(model.norm.weight)
+        model.norm.weight = running
+    assert coverage.missing() == []
+
+
 @pytest.mark.parametrize("watched", [True, False])
 def test_without_a_reference_nothing_is_followed(model: Model, watched: bool) -> None:
     """Dummy weights, or a loader that does not go through ``load_weights``."""

@@ -36,6 +36,11 @@ WORKER_SEAMS = [
     "vllm.model_executor.model_loader.reload.layerwise._place_kernel_tensors",
     "vllm.model_executor.model_loader.reload.layerwise.materialize_layer",
     "vllm.model_executor.model_loader.base_loader.process_weights_after_loading",
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",
+    "vllm.lora.request.LoRARequest",
+    "vllm.config.lora.MaxLoRARanks",
+    "vllm.distributed.parallel_state.get_pp_group",
+    "vllm.distributed.parallel_state.get_tp_group",
 ]
 
 

@@ -281,7 +281,7 @@ def test_patch_brings_no_lost_tensor_back(worker: Any, followed: bool, monkeypat
     recorded: list[str] = []
 
     @contextmanager
-    def recording() -> Iterator[None]:
+    def recording(anew: bool = False) -> Iterator[None]:
         yield
         recorded.append(worker.lora_reload.lifecycle.state.value)
 
