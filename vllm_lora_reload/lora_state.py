@@ -93,7 +93,7 @@ class LoRAState:
         saved, self._saved = self._saved, None
         for tensor, value in zip(self.metadata, saved or self._initial, strict=True):
             tensor.zero_() if value is None else tensor.copy_(value)
-        torch._foreach_zero_(self.stacks)
+        _zero(self.stacks)
         for index, adapter_id in enumerate(seams.slots(self.manager)):
             if adapter_id is not None:
                 write(index, adapter_id, saved is not None)
@@ -107,7 +107,12 @@ class LoRAState:
 
     def clear_slot(self, index: int) -> None:
         """Zero one slot of every stack."""
-        torch._foreach_zero_([stack[index] for stack in self._slots])
+        _zero([stack[index] for stack in self._slots])
+
+
+def _zero(tensors: list[torch.Tensor]) -> None:
+    if tensors:  # a pipeline stage may have nothing to adapt
+        torch._foreach_zero_(tensors)
 
 
 def _filled(owner: Any, name: str) -> int | None:
