@@ -28,10 +28,11 @@ def fingerprint(folder: str) -> Fingerprint:
     """What shows that an adapter's files are not those that were read. Empty where there are none."""
     found = []
     for name in _FILES:
-        file = Path(folder).expanduser() / name
-        if file.is_file():
-            status = file.stat()
-            found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+        try:
+            status = (Path(folder).expanduser() / name).stat()
+        except OSError:  # not there, or not any more
+            continue
+        found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
     return tuple(found)
 
 
@@ -61,7 +62,7 @@ class Adapters:
         manager: vLLM's ``LoRAModelManager``.
         lora: LoRA state of the model.
         broken: why an adapter could not be put back, by id.
-        numbers: adapter ids by name, of all that were ever known.
+        numbers: adapter ids by name, of all that were ever known and whose id has not gone to another name.
         versions: how often an adapter was updated, by id. Never goes back: prefix caches know adapters by it.
     """
 
@@ -94,11 +95,20 @@ class Adapters:
             return self._without_files[number]
         files = fingerprint(request.lora_path)
         adapter = self._read(request, load)
-        self.numbers[request.lora_name] = number
-        self._sources[number] = Source(request, files)
+        self._name(request.lora_name, number)
+        registered = seams.registered(self.manager)
+        self._sources = {each: source for each, source in self._sources.items() if each in registered}
+        if files:  # else there is nothing to look at again, and the request may carry tensors
+            self._sources[number] = Source(request, files)
+        else:
+            self._sources.pop(number, None)
         self._without_files.pop(number, None)
         self.broken.pop(number, None)
         return adapter
+
+    def _name(self, name: str, number: int) -> None:
+        """An id has one name, the last that it was given."""
+        self.numbers = {each: known for each, known in self.numbers.items() if known != number} | {name: number}
 
     def _read(self, request: Any, load: Callable[[Any], Any]) -> Any:
         try:
@@ -110,6 +120,8 @@ class Adapters:
             raise
         for weights in adapter.loras.values():
             weights.lora_a, weights.lora_b = _owned(weights.lora_a), _owned(weights.lora_b)
+        for whole in seams.whole_modules(adapter).values():
+            whole.weight, whole.bias = _owned(whole.weight), _owned(whole.bias)
         return adapter
 
     def merged(self, adapter: Any) -> bool:
@@ -191,9 +203,12 @@ class Adapters:
 
     def drop_all(self) -> None:
         """As vLLM does from 0.28 on when base weights have been replaced."""
+        gone = dict.fromkeys(self._without_files, "it came as tensors and was dropped when base weights were replaced")
         self.worker_manager.remove_all_adapters()
         for table in (self._sources, self._without_files, self.broken, self._writes):
             table.clear()
+        self._pending.clear()
+        self.broken.update(gone)  # vLLM would look for files that never were
 
     # --- Changed files ----------------------------------------------------------------------------------------
 
@@ -212,9 +227,10 @@ class Adapters:
         return bool(now) and source is not None and (now != source.files or number in self._unreadable)
 
     def _read_again(self, number: int) -> None:
-        request = self._sources[number].request
-        problem, staged = None, None
-        try:
+        problem, staged, current = None, None, None
+        try:  # whatever a rank lacks, it has to take part in the decision
+            request = self._sources[number].request
+            current = seams.registered(self.manager)[number]
             staged = self._check(request.lora_name, request, lasting=True)
         except Exception as error:
             problem = f"its files have changed, and {type(error).__name__}: {error}"
@@ -224,8 +240,8 @@ class Adapters:
             return
         self._unreadable.discard(number)
         assert staged is not None
-        if not _same(staged.adapter, seams.registered(self.manager)[number]):
-            self._install(staged)
+        if not _same(staged.adapter, current):
+            self._install(staged, activate=False)
         else:
             self._sources[number] = staged.source or self._sources[number]
             self.broken.pop(number, None)
@@ -251,6 +267,8 @@ class Adapters:
         adapter = self._read(request, self.worker_manager.load_unnoted)
         for module, weights in adapter.loras.items():
             _check_pair(module, weights)
+        for module, whole in seams.whole_modules(adapter).items():
+            _check_finite(module, weight=whole.weight, bias=whole.bias)
         seams.merge_packed_modules(self.manager, adapter)
         with self.with_modules():
             self._dry_run(0, adapter, strict=True)
@@ -267,12 +285,12 @@ class Adapters:
         """
         staged = self._staged.pop(token)
         number = staged.adapter.id
-        self.numbers[staged.name] = number
+        self._name(staged.name, number)
         self.versions[number] = self.versions.get(number, 0) + 1
         self._install(staged)
         return self.versions[number]
 
-    def _install(self, staged: Staged) -> None:
+    def _install(self, staged: Staged, activate: bool = True) -> None:
         number = staged.adapter.id
         seams.register_adapter(self.manager, staged.adapter)
         if staged.source is None:
@@ -284,8 +302,11 @@ class Adapters:
         self.broken.pop(number, None)
         slots = seams.slots(self.manager)
         if number not in slots:
-            seams.activate_if_possible(self.manager, number)
-        elif self.unmapped:
+            if activate:
+                seams.activate_if_possible(self.manager, number)
+            return
+        self._writes.pop(slots.index(number), None)
+        if self.unmapped:
             self._pending.add(slots.index(number))
         else:
             seams.write_slot(self.manager, slots.index(number), staged.adapter)
@@ -346,9 +367,14 @@ def _check_pair(module: str, weights: Any) -> None:
         raise ValueError(f"{module} has lora_{'B' if a is None else 'A'} but no lora_{'A' if a is None else 'B'}")
     if a.shape[-2] != b.shape[-1]:
         raise ValueError(f"{module}: lora_A has rank {a.shape[-2]}, lora_B has rank {b.shape[-1]}")
-    for letter, tensor in (("A", a), ("B", b)):
-        if not all(extreme.isfinite() for extreme in torch.aminmax(tensor)):  # NaN is both
-            raise ValueError(f"{module}: lora_{letter} has values that are not finite")
+    _check_finite(module, lora_A=a, lora_B=b)
+
+
+def _check_finite(module: str, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        # NaN is both the least and the greatest.
+        if tensor is not None and not all(extreme.isfinite() for extreme in torch.aminmax(tensor)):
+            raise ValueError(f"{module}: {name} has values that are not finite")
 
 
 def _tensors(adapter: Any) -> list[tuple[str, torch.Tensor | None]]:
@@ -357,6 +383,8 @@ def _tensors(adapter: Any) -> list[tuple[str, torch.Tensor | None]]:
         weights = adapter.loras[module]
         for part in (weights.lora_a, weights.lora_b):
             found += [(module, tensor) for tensor in (part if isinstance(part, (list, tuple)) else [part])]
+    for module, whole in sorted(seams.whole_modules(adapter).items()):
+        found += [(module, whole.weight), (module, whole.bias)]
     return found
 
 

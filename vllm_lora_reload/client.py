@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import abc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,8 @@ class Guard:
         error: why no request can be answered now.
         adapters: why requests for an adapter cannot, by id.
         versions: version of every adapter that this front end has updated, by id.
+        reserved: ids of names that this front end has begun to add.
+        running: how many such calls have not come back; what the workers say meanwhile does not last.
     """
 
     warn_only: bool
@@ -40,6 +44,19 @@ class Guard:
     error: str | None = None
     adapters: dict[int, str] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+    running: int = 0
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around every call that can change how workers stand."""
+        self.calls += 1
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.calls += 1
 
     @property
     def now(self) -> int:
@@ -48,7 +65,7 @@ class Guard:
 
     @property
     def stale(self) -> bool:
-        return self.now != self.checked
+        return self.running > 0 or self.now != self.checked
 
     def learn(self, statuses: list[Status], asked: int) -> None:
         """Take in what the workers answered, asked when `now` was `asked`."""
@@ -57,7 +74,7 @@ class Guard:
         before, self.error = self.error, errors[0] + more if errors else None
         self.adapters = {int(number): why for status in statuses for number, why in status["adapters"].items()}
         # Loads inside a worker pass no front end, so an error is looked at again with every request.
-        self.checked = asked if not errors and not self.adapters else asked - 1
+        self.checked = asked if not errors else asked - 1
         if self.warn_only and self.error and self.error != before:
             logger.warning("Answering although %s", self.error)
 
@@ -116,28 +133,29 @@ class GuardedLLMEngine:
         if state.stale:
             asked = state.now
             state.learn(super().collective_rpc("lora_reload_status"), asked)  # type: ignore[misc]
+        if state.error or state.adapters:
             state.refuse(_lora_request(args, kwargs))
         return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return super().sleep(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return super().wake_up(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return super().wake_up(*args, **kwargs)  # type: ignore[misc]
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
 
     def add_lora(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return super().add_lora(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return super().add_lora(*args, **kwargs)  # type: ignore[misc]
 
     def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return super().remove_lora(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return super().remove_lora(*args, **kwargs)  # type: ignore[misc]
 
 
 class GuardedAsyncLLM(abc.ABC):
@@ -155,25 +173,26 @@ class GuardedAsyncLLM(abc.ABC):
         if state.stale:
             asked = state.now
             state.learn(await super().collective_rpc("lora_reload_status"), asked)  # type: ignore[misc]
+        if state.error or state.adapters:
             state.refuse(_lora_request(args, kwargs))
         return await super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     async def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return await super().sleep(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return await super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return await super().wake_up(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return await super().wake_up(*args, **kwargs)  # type: ignore[misc]
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return await super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return await super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
 
     async def add_lora(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return await super().add_lora(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return await super().add_lora(*args, **kwargs)  # type: ignore[misc]
 
     async def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
-        self.lora_reload.calls += 1
-        return await super().remove_lora(*args, **kwargs)  # type: ignore[misc]
+        with self.lora_reload.changing():
+            return await super().remove_lora(*args, **kwargs)  # type: ignore[misc]

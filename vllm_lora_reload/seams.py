@@ -340,6 +340,16 @@ def register_adapter(manager: Any, adapter: Any) -> None:
     registry[adapter.id] = adapter
 
 
+def wrappers(manager: Any) -> list[Any]:
+    """The manager's LoRA wrappers."""
+    return list(manager.modules.values())
+
+
+def whole_modules(adapter: Any) -> dict[str, Any]:
+    """Modules that an adapter brings whole, with ``weight`` and ``bias`` (``modules_to_save``, from 0.32)."""
+    return dict(getattr(adapter, "modules_to_save", None) or {})
+
+
 def activate_if_possible(manager: Any, number: int) -> None:
     """Give a registered adapter a slot, unless all slots hold pinned adapters: then it gets one when one is free."""
     active = manager._active_adapters

@@ -103,8 +103,17 @@ class SlotWrite:
         self.adapter = adapter
         self._manager, self._index = manager, index
         held = _HeldBack(stacks, others, strict)
-        with torch.no_grad(), held:
-            seams.write_slot(manager, index, adapter)
+        # Wrappers keep facts about slots in lists too (label counts of classification heads), which no mode holds back.
+        lists = [
+            each for wrapper in seams.wrappers(manager) for each in vars(wrapper).values() if isinstance(each, list)
+        ]
+        before = [list(each) for each in lists]
+        try:
+            with torch.no_grad(), held:
+                seams.write_slot(manager, index, adapter)
+        finally:
+            for live, old in zip(lists, before, strict=True):
+                live[:] = old
         # A layer that does more than copy has to do it itself.
         self._copies = [(into, weights.contiguous()) for into, weights in held.copies] if held.only_copies else None
 

@@ -29,7 +29,7 @@ def peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     named = {}
     for name, tensor in tensors.items():
         plain = _ADAPTER_NAME.sub(lambda m: f".{m[1]}.weight" if m[1] else f".{m[2]}", name)
-        named[plain] = tensor.detach().to("cpu").contiguous()
+        named[plain] = tensor.detach().to("cpu", copy=True).contiguous()  # views of one storage come apart
     return named
 
 

@@ -85,7 +85,11 @@ def _protocol(
     """Yields calls to make on all workers and takes their answers."""
     known: dict[str, Any] = (yield "lora_reload_adapters", {})[0]
     used = (yield "list_loras", {})[0]
-    number = known[name]["lora_int_id"] if name in known else _free_number(known, used)
+    reserved = front.lora_reload.reserved
+    if name in known:
+        number = known[name]["lora_int_id"]
+    else:  # nothing is awaited between the choice and its reservation
+        number = reserved.setdefault(name, _free_number(known, [*used, *reserved.values()]))
     token = uuid.uuid4().hex
     staged = {"token": token, "name": name, "lora_int_id": number, "lasting": path is not None}
     with nullcontext(Path(str(path))) if tensors is None else staging.written(tensors, peft_config) as folder:

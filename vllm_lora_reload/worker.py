@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,8 @@ from .base_view import checkpoint_name
 from .lifecycle import State, Transfer
 from .runner import LoRAReloadModelRunner
 from .session import WorkerState
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 class LoRAReloadWorker:
@@ -36,7 +39,11 @@ class LoRAReloadWorker:
         if state.lifecycle.asleep and (tags is None or "weights" in tags):
             state.woke(self.model_runner.reset_lora_state)
             if state.settings.on_missing == "reload" and state.lifecycle.state is State.MISSING:
-                self.model_runner.reload_weights()
+                try:
+                    self.model_runner.reload_weights()
+                except Exception:
+                    # vLLM's executor has to learn that the memory is mapped; requests are told what happened.
+                    logger.exception("The checkpoint could not be loaded at wake-up")
 
     def lora_reload_status(self) -> dict[str, Any]:
         """For ``collective_rpc``: how this rank stands.

@@ -231,6 +231,29 @@ def test_all_slots_pinned(engine: Engine) -> None:
     assert answers(engine, other.lora_request) == engine.before["adapter 1"]
 
 
+def test_tensors_that_share_memory(engine: Engine) -> None:
+    given = tensors(engine, 2)
+    whole = torch.cat([tensor.flatten() for tensor in given.values()])
+    views, start = {}, 0
+    for name, tensor in given.items():
+        views[name] = whole[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()
+    done = update_adapter(engine.llm, "policy", views, CONFIG)
+    assert answers(engine, done.lora_request) == engine.before["adapter 2"]
+
+
+def test_an_id_that_went_to_another_name(engine: Engine) -> None:
+    from vllm.lora.request import LoRARequest
+
+    add, remove = engine.llm.llm_engine.add_lora, engine.llm.llm_engine.remove_lora
+    add(LoRARequest("old", 7, str(engine.folder / "adapter1")))
+    remove(7)
+    new = LoRARequest("new", 7, str(engine.folder / "adapter2"))
+    add(new)
+    assert update(engine, 1, name="old").lora_int_id != 7
+    assert answers(engine, new) == engine.before["adapter 2"]
+
+
 def test_tensors_evicted_from_host_memory_come_back(engine: Engine) -> None:
     """vLLM's registry holds few adapters, and these have no files to be read again from."""
     done = [update(engine, 1 + number % 2, name=f"policy {number}") for number in range(SLOTS + 4)]
@@ -342,6 +365,16 @@ def test_touched_files_change_nothing(engine: Engine, own_files: Path) -> None:
     assert engine.ask() == engine.before
 
 
+def test_changed_adapter_without_a_slot_takes_none(engine: Engine, own_files: Path) -> None:
+    manager = engine.worker.lora_reload.adapters.manager
+    manager.deactivate_adapter(1)
+    slots = list(manager.lora_index_to_id)
+    give_files_of_2(engine, own_files)
+    sleep_and_wake(engine, 2)
+    assert list(manager.lora_index_to_id) == slots
+    assert engine.ask("adapter 1")["adapter 1"] == engine.before["adapter 2"]
+
+
 def test_gone_files_change_nothing(engine: Engine, own_files: Path) -> None:
     shutil.rmtree(own_files)
     for _ in range(3):
@@ -406,6 +439,29 @@ def test_drop(engine: Engine) -> None:
     sleep_and_wake(engine, 2)
     assert engine.llm.llm_engine.list_loras() == set()
     assert engine.ask() == engine.before, "read from disk again"
+
+
+def test_drop_of_an_adapter_without_files(engine: Engine) -> None:
+    """vLLM would look for its files in the midst of a step, and the engine would die."""
+    engine.worker.lora_reload.settings = Settings(adapters="drop")
+    policy = update(engine, 2).lora_request
+    sleep_and_wake(engine, 2)
+    with pytest.raises(AdapterMissingError, match="'policy' is not there: it came as tensors and was dropped"):
+        answers(engine, policy)
+    assert answers(engine, update(engine, 1).lora_request) == engine.before["adapter 1"]
+
+
+def test_failed_reload_by_itself_leaves_the_engine_awake(engine: Engine) -> None:
+    engine.worker.lora_reload.settings = Settings(on_missing="reload")
+    away = engine.folder / "away"
+    engine.checkpoint.rename(away)
+    engine.llm.sleep(level=2)
+    engine.llm.wake_up()
+    away.rename(engine.checkpoint)
+    with pytest.raises(WeightsMissingError, match="the last load failed"):
+        engine.ask("base")
+    engine.reload()
+    assert engine.ask() == engine.before
 
 
 def test_on_missing_reload(engine: Engine) -> None:

@@ -201,3 +201,30 @@ def test_a_failed_control_is_asked_about_too(guarded: Guarded) -> None:
     guarded.base.statuses = [MISSING]
     with pytest.raises(WeightsMissingError):
         guarded("add_request", "a")
+
+
+def test_request_during_a_sleep_does_not_switch_the_refusal_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may wait for running requests first; what it says until then does not last."""
+    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
+
+    class Slow(AsyncEngine):
+        async def sleep(self, *args: Any, **kwargs: Any) -> Any:
+            await waits.wait()
+            self.sync.statuses = [MISSING]
+            return await super().sleep(*args, **kwargs)
+
+    async def main() -> None:
+        nonlocal waits
+        waits = asyncio.Event()
+        engine: Any = Slow()
+        client.guard(engine)
+        asleep = asyncio.create_task(engine.sleep(2))
+        await asyncio.sleep(0)
+        assert await engine.add_request("before") == "added before"
+        waits.set()
+        await asleep
+        with pytest.raises(WeightsMissingError):
+            await engine.add_request("after")
+
+    waits: Any = None
+    asyncio.run(main())

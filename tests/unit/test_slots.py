@@ -73,6 +73,21 @@ def test_weights_that_do_not_fill_the_slot_are_refused(manager: Any, width: int)
         assert up.a_stacked[1, 0] == 1
 
 
+def test_check_leaves_lists_of_the_wrappers_alone(manager: Any) -> None:
+    """Classification heads keep the label count of each slot in one."""
+    up = manager.modules["up"]
+    up.labels = [5, 4, 3]
+    write = up.set_lora
+
+    def set_lora(index: int, lora_a: Any, lora_b: Any) -> None:
+        write(index, lora_a, lora_b)
+        up.labels[index] = 9
+
+    up.set_lora = set_lora
+    SlotWrite(manager, 1, adapter(9), stacks(manager), set(), strict=True)
+    assert up.labels == [5, 4, 3]
+
+
 def test_layer_that_does_more_than_copy_does_it_itself(manager: Any) -> None:
     up = manager.modules["up"]
 
