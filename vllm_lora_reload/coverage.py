@@ -112,6 +112,7 @@ class FirstLoad:
         brought: the same by module and name.
         built: storages that were there before the load.
         processed: those of them that the load did not write but the processing after it did.
+        as_loaded: those that the load wrote and nothing has changed since.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,6 +134,7 @@ class FirstLoad:
         self.written: dict[int, int] = {}
         self.brought: dict[nn.Module, dict[str, int]] = {}
         self.processed: set[int] = set()
+        self.as_loaded: set[int] = set()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -147,9 +149,12 @@ class FirstLoad:
     @contextmanager
     def processing(self) -> Iterator[None]:
         """The step after the load in which vLLM quantizes, repacks and derives."""
-        with self._recorder:
+        recorder = WriteRecorder(self.built)
+        with recorder:
             yield
-        self.processed = {key for key in self.built - self.written.keys() if self._recorder.written(key)}
+        written = {key for key in self.built if recorder.written(key)}
+        self.processed = written - self.written.keys()
+        self.as_loaded = self.written.keys() - written
 
     def never_derived(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor holds what its layer was built with or what was loaded into it."""
@@ -197,6 +202,7 @@ class Coverage:
                         *(n for n, p in module._parameters.items() if p is not None and first.never_wrote(p)),
                         *(n for n, b in module._buffers.items() if b is not None and first.never_derived(b)),
                     ]
+        self._as_loaded = self._needed.keys() & (first.as_loaded if first is not None else set())
         self._missing: dict[int, tuple[str, int]] = {}
         self._recorder: WriteRecorder | None = None
         self._active: WriteRecorder | None = None
@@ -231,7 +237,7 @@ class Coverage:
                 continue
             self._active.source(new)
             made.append((new, size))
-            if self._recorder is None and old is not None and (new.shape, new.dtype) == (old.shape, old.dtype):
+            if self._recorder is None and old is not None and self._is_as_loaded(old, new):
                 # Nothing was lost: what the load leaves out, say one shard of a fused layer, keeps its value.
                 new.data.copy_(old)
         for name in self._lasting.get(layer, ()):
@@ -240,6 +246,11 @@ class Coverage:
                 new.data.copy_(running[name])
         # Repacking writes to the same tensors, so what the load has brought is to be seen before it.
         seams.before_processing(layer, self._judge)
+
+    def _is_as_loaded(self, running: torch.Tensor, new: torch.Tensor) -> bool:
+        """Whether a running tensor is what a load would write into `new`, not changed since."""
+        alike = (running.shape, running.stride(), running.dtype) == (new.shape, new.stride(), new.dtype)
+        return alike and _identity(running) in self._as_loaded
 
     def _judge(self, layer: nn.Module) -> None:
         """Note whether a load has brought less of a layer that was made anew than the first load did."""

@@ -477,7 +477,7 @@ def before_processing(layer: nn.Module, call: Callable[[nn.Module], None]) -> No
 
     def process_weights_after_loading(*args: Any, **kwargs: Any) -> Any:
         vars(method).pop("process_weights_after_loading", None)
-        call(layer)
+        call(args[0] if args else layer)  # layers may share the method
         return process(*args, **kwargs)
 
     vars(method)["process_weights_after_loading"] = process_weights_after_loading

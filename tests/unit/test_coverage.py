@@ -262,10 +262,29 @@ def test_layer_made_anew_and_repacked(model: Model, parts: tuple[str, ...], lost
     del running
 
 
+def test_running_value_that_was_processed_in_place_makes_up_for_nothing(model: Model) -> None:
+    """It has the shape and type of what is loaded, but would be processed twice."""
+    first = FirstLoad(model)
+    with first.recording():
+        model.load("a", "b", "norm")
+    with first.processing():
+        model.norm.weight.mul_(2)
+    coverage = Coverage(model, first)
+    running = model.norm.weight
+    with coverage.recording(anew=True):
+        model.norm.weight = nn.Parameter(torch.empty(4), requires_grad=False)
+        coverage.carry_over(model.norm, {"weight": running})
+        running.copy_(model.norm.weight)
+        model.norm.weight = running
+    assert coverage.missing() == ["norm.weight"]
+
+
 def test_layer_made_anew_without_processing(model: Model) -> None:
     first = FirstLoad(model)
     with first.recording():
         model.load("a", "b", "norm")
+    with first.processing():
+        pass
     coverage = Coverage(model, first)
     running = model.norm.weight
     with coverage.recording(anew=True):
