@@ -61,6 +61,25 @@ def _modules_in(value: object) -> Iterator[nn.Module]:
             yield from _modules_in(item)
 
 
+def tensors_behind(parameter: torch.Tensor, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in a parameter's own attributes and in plain objects there (quantization states of bitsandbytes)."""
+    for value in vars(parameter).values():
+        yield from _behind(value, depth)
+
+
+def _behind(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, (nn.Module, type)) or callable(value):
+        return
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _behind(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from _behind(item, depth - 1)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage: equal for two tensors that hold bytes exactly if they share memory."""
     return tensor.untyped_storage().data_ptr()
@@ -75,8 +94,8 @@ class UnregisteredTensors:
     """Base tensors that no loader fills and vLLM's wake-up does not restore: it saves only registered buffers.
 
     Layers, their quantization method or their attention backend keep them as plain attributes (attention ranges,
-    decompressed MLA projections, and the like), and some layers are in no module tree. They are copied to the host at
-    sleep and back at wake-up.
+    decompressed MLA projections, and the like), parameters have attributes of their own, and some layers are in no
+    module tree. They are copied to the host at sleep and back at wake-up.
 
     Args:
         model: the model, right after it was loaded: what is created later is not in the weights pool.
@@ -92,6 +111,7 @@ class UnregisteredTensors:
         found: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         beside = modules_beside(model)
         tensors = [t for m in beside for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        tensors += [behind for parameter in model.parameters() for behind in tensors_behind(parameter)]
         for module in (*model.modules(), *beside):
             helpers = (getattr(module, name, None) for name in ("quant_method", "impl", "scheme"))
             for owner in (module, *(helper for helper in helpers if hasattr(helper, "__dict__"))):

@@ -15,18 +15,18 @@ Answers = dict[str, list[list[int]]]
 class Engine:
     """A tiny Llama with two adapters, loaded and answering; its checkpoint lies in three shards.
 
-    `quantization` is one of `quantized.METHODS`; the checkpoint as it was before is then in the folder ``source``.
+    `method` is one of `quantized.METHODS`; the checkpoint as it was before is then in the folder ``source``.
     `more` goes to ``LLM``.
     """
 
-    def __init__(self, folder: Path, quantization: str | None = None, **more: Any) -> None:
+    def __init__(self, folder: Path, method: str | None = None, **more: Any) -> None:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
         self.folder = folder
-        self.checkpoint = source = make_checkpoint(folder / ("source" if quantization else "model"), shards=3)
-        if quantization:
-            self.checkpoint = quantize(source, folder / "model", quantization)
+        self.checkpoint = source = make_checkpoint(folder / ("source" if method else "model"), shards=3)
+        if method:
+            self.checkpoint = quantize(source, folder / "model", method)
         self.requests: dict[str, Any] = {"base": None}
         for number in (1, 2):
             path = make_adapter(folder / f"adapter{number}", source, seed=number)

@@ -188,6 +188,22 @@ def test_modules_in_plain_attributes_only() -> None:
     assert torch.equal(attention.weight, before) and model[0].weight.isnan().all()
 
 
+def test_what_parameters_hold_in_attributes() -> None:
+    """As bitsandbytes' quantization states do, one in another."""
+    model = owner_with()
+    weight: Any = model[0].weight
+    inner, outer, plain = ramp(), ramp(5), ramp(9)
+    state = Helper(outer)
+    state.nested = Helper(inner)  # type: ignore[attr-defined]
+    weight.quant_state, weight.plain, weight.weight_loader, weight.layer = {0: state}, [plain], Helper, model
+    unregistered = UnregisteredTensors(model, CPU, known=set())
+    unregistered.save()
+    wipe(inner, outer, plain, weight)
+    unregistered.restore()
+    assert torch.equal(inner, ramp()) and torch.equal(outer, ramp(5)) and torch.equal(plain, ramp(9))
+    assert weight.isnan().all()
+
+
 def test_the_known_set_of_the_caller_is_not_changed() -> None:
     known: set[int] = set()
     UnregisteredTensors(owner_with(), CPU, known)
