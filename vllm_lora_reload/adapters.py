@@ -199,7 +199,7 @@ class Adapters:
             self.lora.clear_slot(index)
 
     def _dry_run(self, index: int, adapter: Any, strict: bool) -> SlotWrite:
-        return SlotWrite(self.manager, index, adapter, self.lora.stack_of, set(self.lora.storages), strict)
+        return SlotWrite(self.manager, index, adapter, self.lora.stack_of, self.lora.storages, strict)
 
     def drop_all(self) -> None:
         """As vLLM does from 0.28 on when base weights have been replaced."""

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from . import seams
+from .tensors import written_by
 
 Region = tuple[object, ...]
 
@@ -74,17 +74,12 @@ class WriteRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
-        if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tree_leaves(given.get(argument.name)):
-                        self._note(tensor, given.get("src"))
+        for tensor in written_by(func, args, kwargs):
+            self._note(tensor, args[1] if func is torch.ops.aten.copy_.default else None)
         return out
 
-    def _note(self, tensor: object, copied: object) -> None:
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (key := _identity(tensor)) in self._regions:
+    def _note(self, tensor: torch.Tensor, copied: object) -> None:
+        if not tensor.is_meta and (key := _identity(tensor)) in self._regions:
             size = tensor.numel() * tensor.element_size()
             if isinstance(copied, torch.Tensor) and not copied.is_meta and (of := _identity(copied)) in self._sources:
                 size = min(size, self.written(of))

@@ -59,9 +59,7 @@ class WorkerState:
         self.adapters = Adapters(worker_manager, manager, self.lora)
         with base_view(model):
             self.coverage = Coverage(model, first)
-        self.unregistered = UnregisteredTensors(
-            model, device, known=set(self.lora.storages), more=self.coverage.unloaded
-        )
+        self.unregistered = UnregisteredTensors(model, device, known=self.lora.storages, more=self.coverage.unloaded)
         self._depth = 0
         self._tensors_given = 0
         self._last_given: str | None = None
@@ -78,11 +76,8 @@ class WorkerState:
         if level:
             self.adapters.slept()
         if level >= 2:
-            self._discarded()
-
-    def _discarded(self) -> None:
-        self.lora.lost = True
-        self.coverage.lose()
+            self.lora.lost = True
+            self.coverage.lose()
 
     def reset_lora(self) -> None:
         """Make LoRA state right; at the end of a load, which never touches it, only if it was lost.
@@ -127,10 +122,9 @@ class WorkerState:
             yield name, weight
 
     def drop_transfer(self) -> None:
-        """Forget a transfer session that is still open, with all that it has buffered."""
-        if self.lifecycle.transfer is not None:
-            self.lifecycle.transfer = None
-            seams.abort_layerwise_reload(self.model)
+        """Forget the transfer session that is open, with all that it has buffered."""
+        self.lifecycle.transfer = None
+        seams.abort_layerwise_reload(self.model)
 
     @contextmanager
     def loading(

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from . import seams
-from .tensors import storage_key
+from .tensors import storage_key, written_by
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,7 @@ class _HeldBack(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            return func(*args, **kwargs)
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        written = {
-            storage_key(tensor)
-            for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(given.get(argument.name))
-            if isinstance(tensor, torch.Tensor)
-        }
+        written = {storage_key(tensor) for tensor in written_by(func, args, kwargs)}
         if not written & self._held:
             return func(*args, **kwargs)
         if written & self._stacks.keys():

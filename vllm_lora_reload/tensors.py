@@ -1,13 +1,15 @@
-"""Finding tensors that modules keep outside their registered parameters and buffers."""
+"""Finding tensors: those that modules keep outside parameters and buffers, and those that an operator writes to."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -78,6 +80,21 @@ def _behind(value: object, depth: int) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dict__"):
         for item in vars(value).values():
             yield from _behind(item, depth - 1)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors that one call of an operator writes to, as a ``TorchDispatchMode`` sees it."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    return [
+        tensor
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(given.get(argument.name))
+        if isinstance(tensor, torch.Tensor)
+    ]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
