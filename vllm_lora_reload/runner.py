@@ -54,7 +54,14 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             model = super().load_lora_model(model, vllm_config, device)
         vars(model).pop("load_weights", None)
         first, self._first_load = self._first_load, None
-        self.lora_reload = WorkerState(model, seams.worker_manager(self), device, Settings.of(vllm_config), first)
+        self.lora_reload = WorkerState(
+            model,
+            seams.worker_manager(self),
+            device,
+            Settings.of(vllm_config),
+            first,
+            seams.ranks_on_this_host(vllm_config),
+        )
         model.load_weights = _through_base_view(model.load_weights, self.lora_reload)
         return model
 

@@ -263,6 +263,12 @@ def checkpoint(runner: Any) -> str:
     return str(runner.model_config.model)
 
 
+def ranks_on_this_host(vllm_config: Any) -> int:
+    """Workers on this host that share its cores: those of one engine, for every data parallel engine here."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.local_world_size) * max(1, int(parallel.data_parallel_size_local))
+
+
 def engine_resets_lora() -> bool:
     """Whether the engine itself calls ``reset_lora_state`` after a reload and a weight update (0.28 and later)."""
     return hasattr(lora_model_runner_mixin(), "reset_lora_state")

@@ -16,6 +16,7 @@ from .coverage import Coverage, FirstLoad
 from .errors import AsleepError
 from .lifecycle import Lifecycle, State
 from .lora_state import LoRAState
+from .ring import Ring, threads_for
 from .settings import Settings
 from .tensors import UnregisteredTensors
 
@@ -34,6 +35,7 @@ class WorkerState:
         device: where it runs.
         settings: the user's.
         first: the load at start-up, as it was watched.
+        ranks: workers of this engine on this host.
 
     Attributes:
         lifecycle: where the worker stands.
@@ -41,6 +43,7 @@ class WorkerState:
         adapters: the adapters that live in it.
         coverage: which base tensors are still missing.
         unregistered: base tensors that no loader fills.
+        ring: reads files into them.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class WorkerState:
         device: torch.device,
         settings: Settings,
         first: FirstLoad | None = None,
+        ranks: int = 1,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -60,6 +64,8 @@ class WorkerState:
         with base_view(model):
             self.coverage = Coverage(model, first)
         self.unregistered = UnregisteredTensors(model, device, known=self.lora.storages, more=self.coverage.unloaded)
+        threads = settings.ring_threads or threads_for(ranks)
+        self.ring = Ring(device, settings.ring_bytes, threads, settings.ring_chunk, settings.ring_reader)
         self._depth = 0
         self._tensors_given = 0
         self._last_given: str | None = None

@@ -102,6 +102,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat uint8 tensor, ``[bytes]``."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's storage as a flat uint8 tensor, ``[bytes]``."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
