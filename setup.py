@@ -46,6 +46,7 @@ setup(
     },
     entry_points={
         "vllm.general_plugins": ["lora_reload = vllm_lora_reload.plugin:register"],
+        "console_scripts": ["vllm-lora-reload = vllm_lora_reload.cli:main"],
     },
     classifiers=[
         "Intended Audience :: Developers",

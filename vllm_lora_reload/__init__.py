@@ -16,6 +16,7 @@ from .errors import (
     LoRAReloadError,
     SeamMissingError,
     SettingError,
+    SnapshotError,
     WeightsMissingError,
 )
 from .ranks import nearest_max_lora_rank
@@ -32,6 +33,7 @@ __all__ = [
     "LoRAReloadError",
     "SeamMissingError",
     "SettingError",
+    "SnapshotError",
     "UpdatedAdapter",
     "WeightsMissingError",
     "__version__",

@@ -8,7 +8,8 @@ for; nobody reloads them, so they are kept on the host over the sleep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,19 +24,25 @@ from .tensors import written_by
 Region = tuple[object, ...]
 
 
-def _region(tensor: torch.Tensor) -> Region:
+def region(offset: int, shape: Iterable[int], strides: Iterable[int]) -> Region:
     """Which elements of its storage a tensor is: the same for every view of the same ones in the same order."""
     dims: list[tuple[int, int]] = []  # size and stride, from the outermost
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for size, stride in zip(shape, strides, strict=True):
         if dims and dims[-1][1] == size * stride:
             dims[-1] = (dims[-1][0] * size, stride)
         elif size != 1:
             dims.append((size, stride))
-    return tensor.storage_offset(), *dims
+    return offset, *dims
 
 
-def _identity(tensor: torch.Tensor) -> int:
+def identity(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)  # asked for every time, it would take longer than most operators
+    return schema is not None and schema.is_mutable
 
 
 class Identities:
@@ -48,8 +55,8 @@ class Identities:
         self._refs: dict[int, StorageWeakRef] = {}
 
     def of(self, tensor: torch.Tensor) -> int:
-        self._refs[_identity(tensor)] = StorageWeakRef(tensor.untyped_storage())
-        return _identity(tensor)
+        self._refs[identity(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        return identity(tensor)
 
 
 class WriteRecorder(TorchDispatchMode):
@@ -74,16 +81,17 @@ class WriteRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        for tensor in written_by(func, args, kwargs):
-            self._note(tensor, args[1] if func is torch.ops.aten.copy_.default else None)
+        for tensor in written_by(func, args, kwargs) if _writes(func) else ():
+            self.note(tensor, args[1] if func is torch.ops.aten.copy_.default else None)
         return out
 
-    def _note(self, tensor: torch.Tensor, copied: object) -> None:
-        if not tensor.is_meta and (key := _identity(tensor)) in self._regions:
+    def note(self, tensor: torch.Tensor, copied: object = None) -> None:
+        """Count a tensor as written, if its storage is watched."""
+        if not tensor.is_meta and (key := identity(tensor)) in self._regions:
             size = tensor.numel() * tensor.element_size()
-            if isinstance(copied, torch.Tensor) and not copied.is_meta and (of := _identity(copied)) in self._sources:
+            if isinstance(copied, torch.Tensor) and not copied.is_meta and (of := identity(copied)) in self._sources:
                 size = min(size, self.written(of))
-            self._regions[key][_region(tensor)] = size
+            self._regions[key][region(int(tensor.storage_offset()), tensor.shape, tensor.stride())] = size
 
     def written(self, key: int) -> int:
         """Bytes written to the storage so far; what was written twice through views of one region counts once."""
@@ -93,15 +101,24 @@ class WriteRecorder(TorchDispatchMode):
         """Watch these storages from now on as if nothing had been written to them."""
         self._regions.update({key: {} for key in keys})
 
+    def for_processing(self) -> WriteRecorder:
+        """A recorder of the same storages for the step after the load."""
+        return WriteRecorder(self._regions)
+
 
 class FirstLoad:
     """The load at start-up: the reference for what a load writes.
 
     Args:
         model: the model, built but not yet loaded.
+        recorder: watches the load.
 
     Attributes:
         model: as given.
+        owners: module, name and storage of every tensor that was there before the load.
+        identities: of these storages.
+        loaded_by: what watched the load.
+        processed_by: what watched the processing after it, or None before that.
         modules: modules with a tensor of their own that the load wrote or made.
         written: bytes that the load wrote, by storage.
         brought: the same by module and name.
@@ -110,7 +127,7 @@ class FirstLoad:
         as_loaded: those that the load wrote and nothing has changed since.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recorder: Callable[[set[int]], WriteRecorder] = WriteRecorder) -> None:
         self.model = model
         tensors = [
             (module, name, tensor)
@@ -120,12 +137,13 @@ class FirstLoad:
         ]
         # Online quantization builds parameters on the meta device and makes them real while it loads.
         self.modules = {module for module, _, tensor in tensors if tensor.is_meta}
-        self._identities = Identities()
-        self._owners = [
-            (module, name, self._identities.of(tensor)) for module, name, tensor in tensors if not tensor.is_meta
+        self.identities = Identities()
+        self.owners = [
+            (module, name, self.identities.of(tensor)) for module, name, tensor in tensors if not tensor.is_meta
         ]
-        self.built = {key for _, _, key in self._owners}
-        self._recorder = WriteRecorder(self.built)
+        self.built = {key for _, _, key in self.owners}
+        self.loaded_by = recorder(self.built)
+        self.processed_by: WriteRecorder | None = None
         self.written: dict[int, int] = {}
         self.brought: dict[nn.Module, dict[str, int]] = {}
         self.processed: set[int] = set()
@@ -133,10 +151,10 @@ class FirstLoad:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        with self._recorder:
+        with self.loaded_by:
             yield
-        self.written = {key: size for key in self.built if (size := self._recorder.written(key))}
-        for module, name, key in self._owners:
+        self.written = {key: size for key in self.built if (size := self.loaded_by.written(key))}
+        for module, name, key in self.owners:
             if key in self.written:
                 self.modules.add(module)
                 self.brought.setdefault(module, {})[name] = self.written[key]
@@ -144,7 +162,7 @@ class FirstLoad:
     @contextmanager
     def processing(self) -> Iterator[None]:
         """The step after the load in which vLLM quantizes, repacks and derives."""
-        recorder = WriteRecorder(self.built)
+        self.processed_by = recorder = self.loaded_by.for_processing()
         with recorder:
             yield
         written = {key for key in self.built if recorder.written(key)}
@@ -153,11 +171,11 @@ class FirstLoad:
 
     def never_derived(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor holds what its layer was built with or what was loaded into it."""
-        return (key := _identity(tensor)) in self.built and key not in self.processed
+        return (key := identity(tensor)) in self.built and key not in self.processed
 
     def never_wrote(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor holds what its layer was built with."""
-        return self.never_derived(tensor) and _identity(tensor) not in self.written
+        return self.never_derived(tensor) and identity(tensor) not in self.written
 
     @property
     def known(self) -> bool:
@@ -245,12 +263,12 @@ class Coverage:
     def _is_as_loaded(self, running: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether a running tensor is what a load would write into `new`, not changed since."""
         alike = (running.shape, running.stride(), running.dtype) == (new.shape, new.stride(), new.dtype)
-        return alike and _identity(running) in self._as_loaded
+        return alike and identity(running) in self._as_loaded
 
     def _judge(self, layer: nn.Module) -> None:
         """Note whether a load has brought less of a layer that was made anew than the first load did."""
         for new, size in self._made.pop(layer, ()):
-            if self._active is not None and self._active.written(_identity(new)) < min(
+            if self._active is not None and self._active.written(identity(new)) < min(
                 size, new.untyped_storage().nbytes()
             ):
                 self._short.add(layer)
@@ -258,6 +276,11 @@ class Coverage:
     @property
     def total(self) -> int:
         return len(self._needed)
+
+    @property
+    def needed(self) -> dict[int, str]:
+        """Names of the tensors that a load has to bring, by storage."""
+        return {key: name for key, (name, _) in self._needed.items()}
 
     def lose(self) -> None:
         """Count every tensor that a load brings as missing."""
@@ -286,13 +309,19 @@ class Coverage:
         finally:
             self._active = None
 
+    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
+        """In a `recording` block: threads of ours, which nothing watches, have written these."""
+        if self._active is not None:
+            for tensor in tensors:
+                self._active.note(tensor)
+
     def _count(self, recorder: WriteRecorder) -> None:
         short = {key for layer in self._short for key in self._keys.get(layer, ()) if key in self._needed}
         recorder.forget(short)
         self._missing |= {key: self._needed[key] for key in short}
         parameters = list(self._model.parameters())
         # Between the chunks of a layerwise load, what it has not reached is on the meta device, and not gone.
-        in_use = None if any(p.is_meta for p in parameters) else {_identity(p) for p in parameters}
+        in_use = None if any(p.is_meta for p in parameters) else {identity(p) for p in parameters}
         self._missing = {
             key: (name, needed)
             for key, (name, needed) in self._missing.items()
@@ -303,3 +332,7 @@ class Coverage:
     def missing(self) -> list[str]:
         """Names, as without LoRA, of tensors that no load has written since they were lost."""
         return [name for name, _ in self._missing.values()]
+
+    def all_there(self) -> None:
+        """Something other than a load has brought every tensor back."""
+        self._missing, self._recorder = {}, None

@@ -27,3 +27,7 @@ class AsleepError(LoRAReloadError, RuntimeError):
 
 class AdapterRefusedError(LoRAReloadError, ValueError):
     """An update of an adapter did not fit on every worker; all of them keep the old one."""
+
+
+class SnapshotError(LoRAReloadError, RuntimeError):
+    """A snapshot does not fit the engine, or is damaged."""

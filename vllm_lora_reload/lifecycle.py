@@ -3,6 +3,7 @@
       COMPLETE --sleep(1)--> OFFLOADED --wake_up--> COMPLETE
       COMPLETE --sleep(2)--> DISCARDED --wake_up--> MISSING --a load succeeds--> COMPLETE
       COMPLETE --a weight transfer starts--> LOADING --it finishes--> COMPLETE
+      DISCARDED --wake_up restores a snapshot--> COMPLETE
       any awake state --a load fails after it wrote something--> MISSING
 
 `OFFLOADED` keeps what it was: a worker that sleeps at level 1 while weights are missing wakes up `MISSING`.
@@ -63,6 +64,10 @@ class Lifecycle:
         """A load has ended well; `missing` names what nothing has written since level 2, of `total` tensors."""
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         self.reason = f"{len(missing)} of {total} tensors ({some}) have not been loaded since" if missing else None
+
+    def restore_failed(self, error: BaseException) -> None:
+        """A snapshot was to bring the weights back and could not."""
+        self.reason = f"the snapshot could not be restored: {type(error).__name__}: {error}"
 
     def load_failed(self, error: BaseException, wrote: bool) -> None:
         """A load that failed before its first tensor leaves the weights as they were."""

@@ -10,10 +10,13 @@ The shape of the loop (a worker that knows nothing of models, fed with offsets) 
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
 import os
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +26,8 @@ from typing import Literal
 import torch
 
 from .tensors import as_bytes
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 Reader = Literal["auto", "buffered", "direct"]
 
@@ -147,11 +152,35 @@ class Pinned:
         self.memory = None
 
 
+_Copy = Callable[[int, int, int, int, int], int]  # target, source, bytes, kind, stream; an error's number
+_HOST_TO_DEVICE = 1
+
+
+def _copy_async(device: torch.device) -> _Copy | None:
+    """``cudaMemcpyAsync`` of the CUDA runtime that torch has loaded, keeping the GIL; None where it cannot be had.
+
+    ``Tensor.copy_`` releases the GIL for a few microseconds, and getting it back among many threads costs more than the
+    call: with the reads, that would be most of what a chunk costs. How to find the library is vLLM's ``CudaRTLibrary``.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    maps = Path("/proc/self/maps").read_text().split()
+    path = next((word for word in maps if Path(word).name.startswith("libcudart.so")), None)
+    if path is None:
+        return None
+    copy = ctypes.PyDLL(path).cudaMemcpyAsync
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    copy.restype = ctypes.c_int
+    return copy
+
+
 class _Lane:
     """One thread's buffers and stream."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], device: torch.device, copy: _Copy | None) -> None:
         self.buffers = buffers
+        self._addresses = [buffer.data_ptr() for buffer in buffers]
+        self._copy = copy
         self.views = [buffer.numpy().data for buffer in buffers]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.sent = [torch.cuda.Event() for _ in buffers] if device.type == "cuda" else []
@@ -161,18 +190,22 @@ class _Lane:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def wait_for(self, index: int) -> None:
-        if self.sent:
+        # To ask first costs less than to wait: by then the copy is nearly always done, and waiting releases the GIL.
+        if self.sent and not self.sent[index].query():
             self.sent[index].synchronize()
 
     def send(self, index: int, chunk: _Chunk) -> None:
         buffer = self.buffers[index]
         for piece in chunk.pieces:
             start = piece.offset - chunk.start
-            source = buffer[start : start + piece.nbytes]
-            if piece.stride is None:
-                piece.target.copy_(source, non_blocking=True)
+            if piece.stride is not None:
+                self._spread(buffer[start : start + piece.nbytes], piece, piece.stride)
+            elif self._copy is not None and self.stream is not None:
+                target, source = piece.target.data_ptr(), self._addresses[index] + start
+                stream = self.stream.cuda_stream
+                torch.cuda.check_error(self._copy(target, source, piece.nbytes, _HOST_TO_DEVICE, stream))
             else:
-                self._spread(source, piece, piece.stride)
+                piece.target.copy_(buffer[start : start + piece.nbytes], non_blocking=True)
         if self.sent:
             self.sent[index].record()
 
@@ -189,8 +222,8 @@ class _Lane:
 
 
 def threads_for(ranks: int) -> int:
-    """How many threads each of `ranks` processes of one host reads with."""
-    return max(1, min(_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    """How many threads each of `ranks` processes of one host reads with; an eighth of the cores is left free."""
+    return max(1, min(_THREADS, len(os.sched_getaffinity(0)) * 7 // 8 // ranks))
 
 
 class Ring:
@@ -201,8 +234,9 @@ class Ring:
         max_bytes: of pinned host memory, at most.
         threads: how many read; 0: from the number of cores.
         chunk: bytes of one read, a power of two; 0: 8 MiB, less if `max_bytes` asks for it.
-        reader: ``buffered`` reads through the page cache, ``direct`` past it (O_DIRECT). ``auto`` takes the page cache
-            if the file is there already or has room in memory to be found there the next time.
+        reader: ``buffered`` reads through the page cache, ``direct`` past it (O_DIRECT). ``auto`` reads a file through
+            the page cache if it is there, else past it, which is faster for many threads, and has it brought there
+            afterwards (`warm`).
 
     Attributes:
         nbytes: of pinned memory that it holds now.
@@ -227,6 +261,8 @@ class Ring:
         self._pinned: Pinned | None = None
         self._lanes: list[_Lane] = []
         self._pool: ThreadPoolExecutor | None = None
+        self._cold: list[Path] = []
+        self._warming = threading.Event()  # set: to be given up
 
     def prepare(self) -> None:
         """Take the buffers now instead of in the first `read`."""
@@ -236,12 +272,25 @@ class Ring:
         self._pinned = Pinned(size, self.device)
         assert self._pinned.memory is not None
         buffers = self._pinned.memory.split(self.chunk)
-        self._lanes = [_Lane(pair, self.device) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
+        copy = _copy_async(self.device)
+        self._lanes = [_Lane(pair, self.device, copy) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
         self._pool = ThreadPoolExecutor(self.threads, "lora-reload-ring")
         self.nbytes = size
 
+    def warm(self, paths: Iterable[Path]) -> None:
+        """Read files in the background so that they are in the page cache, as long as half of the free memory does.
+
+        The next `read` ends it. Does nothing for a ring that is to read past the page cache.
+        """
+        self._warming.set()
+        if self.reader != "direct":
+            self._warming = threading.Event()
+            args = (tuple(paths), self._warming)
+            threading.Thread(target=_warm, args=args, name="lora-reload-warm", daemon=True).start()
+
     def close(self) -> None:
         """Free buffers and threads; the next `read` takes new ones."""
+        self._warming.set()
         if self._pool is not None:
             self._pool.shutdown()
         self._pool, self._lanes = None, []
@@ -260,6 +309,8 @@ class Ring:
         """
         self.prepare()
         assert self._pool is not None
+        self._warming.set()
+        self._cold = []
         with ExitStack() as stack:
             names: dict[int, Path] = {}
             todo: deque[_Chunk] = deque()
@@ -284,17 +335,21 @@ class Ring:
         if scratch is not None and self.device.type == "cuda":
             del scratch
             torch.cuda.empty_cache()
+        if self._cold:
+            self.warm(self._cold)
 
     def _open(self, path: Path) -> int:
         fd = os.open(path, os.O_RDONLY)
-        if self.reader == "direct" or (self.reader == "auto" and not _belongs_in_page_cache(fd)):
-            try:
-                direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            except OSError:
-                return fd  # a file system without direct reads
-            os.close(fd)
-            return direct
-        return fd
+        if self.reader == "buffered" or (self.reader == "auto" and resident(fd)):
+            return fd
+        try:
+            direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return fd  # a file system without direct reads
+        os.close(fd)
+        if self.reader == "auto":
+            self._cold.append(path)
+        return direct
 
     def _run(self, lane: _Lane, todo: deque[_Chunk], names: Mapping[int, Path]) -> None:
         turn = 0
@@ -330,9 +385,17 @@ def _fill(buffer: memoryview, chunk: _Chunk, path: Path) -> None:
         done += got
 
 
-def _belongs_in_page_cache(fd: int) -> bool:
-    size = os.fstat(fd).st_size
-    return resident(fd) or size < available_memory() // 2
+def _warm(paths: Sequence[Path], given_up: threading.Event) -> None:
+    block = bytearray(_CHUNK)
+    try:
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size > available_memory() // 2 or resident(file.fileno()):
+                    continue
+                while not given_up.is_set() and file.readinto(block):
+                    pass
+    except OSError as error:
+        logger.warning("%s: %s; reading it when it is needed may be slow", path, error)
 
 
 def resident(fd: int, samples: int = 64) -> bool:

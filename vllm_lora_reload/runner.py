@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import layers, seams
-from .coverage import FirstLoad
+from . import layers, seams, snapshot
+from .coverage import FirstLoad, WriteRecorder
+from .replay import LoadPlan, LoadRecorder, NoReplay, ReplayError
 from .session import WorkerState
 from .settings import Settings
 
@@ -23,6 +25,9 @@ if not TYPE_CHECKING:
     LoRAModelRunnerMixin = seams.lora_model_runner_mixin()
 
 
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
+
 class LoRAReloadModelRunner(LoRAModelRunnerMixin):
     """Mixed in before the V1 or the V2 ``GPUModelRunner`` (or a platform's own) of one worker."""
 
@@ -33,13 +38,16 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         """Record the load at start-up, the reference for what a load writes. Draft models are not followed."""
         if self._first_load is not None or "lora_reload" in vars(self):
             return
-        self._first_load = first = FirstLoad(model)
+        replay = Settings.of(self.vllm_config).replay == "on" and not seams.weights_can_move(self.vllm_config)
+        self._first_load = first = FirstLoad(model, LoadRecorder if replay else WriteRecorder)
         load: Any = model.load_weights
 
         @functools.wraps(load)
-        def load_weights(*args: Any, **kwargs: Any) -> Any:
+        def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
             with first.recording():
-                return _drained(load(*args, **kwargs))
+                if isinstance(first.loaded_by, LoadRecorder):
+                    weights = first.loaded_by.given(weights)
+                return _drained(load(weights, *args, **kwargs))
 
         vars(model)["load_weights"] = load_weights
 
@@ -54,16 +62,29 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             model = super().load_lora_model(model, vllm_config, device)
         vars(model).pop("load_weights", None)
         first, self._first_load = self._first_load, None
+        settings = Settings.of(vllm_config)
+        files = functools.partial(self._checkpoint_files, model)
         self.lora_reload = WorkerState(
             model,
             seams.worker_manager(self),
             device,
-            Settings.of(vllm_config),
+            settings,
             first,
             seams.ranks_on_this_host(vllm_config),
+            snapshot.Engine(**seams.identity(vllm_config)) if settings.snapshot_dir else None,
+            files,
         )
         model.load_weights = _through_base_view(model.load_weights, self.lora_reload)
+        if settings.replay == "on":
+            self.lora_reload.plan = LoadPlan.of(first, self.lora_reload.coverage, device, files)
+            self.lora_reload.plan.log()
         return model
+
+    def _checkpoint_files(self, model: nn.Module) -> list[Path]:
+        try:
+            return seams.checkpoint_files(self, model)
+        except Exception as error:
+            raise NoReplay(str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}") from error
 
     def reload_weights(
         self, weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None, *args: Any, **kwargs: Any
@@ -75,6 +96,13 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         Raises:
             Exception: whatever the load raised. See `WorkerState.loading` for what holds then.
         """
+        if weights_iterator is None and _of_checkpoint(*args, **kwargs):
+            if self.lora_reload.has_checkpoint():
+                logger.info("reload_weights: base weights are complete and are those of the checkpoint; nothing to do")
+                self.lora_reload.nothing_to_load()
+                return
+            if self._replayed():
+                return
         settings = seams.checkpoint_settings(self)
         if weights_iterator is not None:
             weights_iterator = self.lora_reload.incoming(weights_iterator)
@@ -93,6 +121,27 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             seams.set_checkpoint(self, settings)  # the next reload without a path is not to try the bad one again
             raise
 
+    def _replayed(self) -> bool:
+        """Load the checkpoint by the plan of the first load; False leaves it to the engine's loader."""
+        state = self.lora_reload
+        if state.plan is None or not state.plan.usable:
+            return False
+        try:
+            replay = state.plan.replay(self._checkpoint_files(state.model))
+        except (NoReplay, OSError) as reason:
+            logger.warning("reload_weights: the engine's loader has to load: %s", reason)
+            return False
+        try:
+            with state.loading(folder=_folder(seams.checkpoint(self))):
+                state.bypassed()
+                state.last_restore = replay.run(state.ring, self.get_model().load_weights, state.coverage)
+                self.reset_lora_state()
+        except ReplayError as error:
+            logger.warning("reload_weights: the engine's loader has to load, reading broke off: %s", error)
+            return False
+        seams.after_reload(self)
+        return True
+
     def _of_right_shape(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """For tensors that vLLM copies as they are: it would broadcast one that is too small."""
         for name, weight in weights:
@@ -107,6 +156,15 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         Called at wake-up, and by loads at their end, where it does something only if the state is still lost.
         """
         self.lora_reload.reset_lora()
+
+
+def _of_checkpoint(weights_path: str | None = None, is_checkpoint_format: bool = True, **others: Any) -> bool:
+    """Whether these arguments of ``reload_weights`` ask for the checkpoint that is the runner's own."""
+    return not weights_path and is_checkpoint_format and not others
+
+
+def _folder(checkpoint: str) -> Path | None:
+    return Path(checkpoint) if Path(checkpoint).is_dir() else None
 
 
 def _drained(loaded: Any) -> Any:

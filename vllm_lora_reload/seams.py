@@ -13,8 +13,9 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from .errors import SeamMissingError
@@ -263,10 +264,71 @@ def checkpoint(runner: Any) -> str:
     return str(runner.model_config.model)
 
 
+def checkpoint_files(runner: Any, model: nn.Module) -> list[Path]:
+    """The safetensors files that vLLM's loader would read now; of a hub's model, those that were downloaded.
+
+    Raises:
+        ValueError: it reads something else, or not all weights from there; the message says why.
+        Exception: what vLLM raises about the files.
+    """
+    config, load_config = runner.model_config, runner.load_config
+    loader = _find("vllm.model_executor.model_loader", "get_model_loader")(load_config)
+    if type(loader) is not _find("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader") or (
+        str(getattr(load_config.load_format, "value", load_config.load_format)) not in ("auto", "hf", "safetensors")
+    ):
+        raise ValueError(f"weights are loaded with load_format {load_config.load_format!r}")
+    if getattr(config, "model_weights", "") or tuple(getattr(model, "secondary_weights", ())):
+        raise ValueError("not all weights are in the model's own folder")
+    folder = config.model
+    if not Path(folder).is_dir():
+        download = _find("huggingface_hub", "snapshot_download")
+        folder = download(folder, revision=config.revision, cache_dir=load_config.download_dir, local_files_only=True)
+    values = {
+        "model_name_or_path": folder,
+        "subfolder": None,
+        "revision": config.revision,
+        "fall_back_to_pt": getattr(model, "fall_back_to_pt_during_load", True),
+        "allow_patterns_overrides": getattr(model, "allow_patterns_overrides", None),
+    }
+    asked = inspect.signature(loader._prepare_weights).parameters
+    _, files, safe, *_ = loader._prepare_weights(**{name: values[name] for name in asked})
+    if not safe:
+        raise ValueError("the checkpoint has no safetensors files")
+    return [Path(file) for file in files]
+
+
+def after_reload(runner: Any) -> None:
+    """What vLLM's ``reload_weights`` does at its end, the state of LoRA aside: forget what old weights computed."""
+    for name in ("reset_encoder_cache", "reset_mm_cache"):
+        if hasattr(runner, name):
+            getattr(runner, name)()
+
+
+def weights_can_move(vllm_config: Any) -> bool:
+    """Whether vLLM exchanges experts between ranks while it serves."""
+    return bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+
+
 def ranks_on_this_host(vllm_config: Any) -> int:
     """Workers on this host that share its cores: those of one engine, for every data parallel engine here."""
     parallel = vllm_config.parallel_config
     return int(parallel.local_world_size) * max(1, int(parallel.data_parallel_size_local))
+
+
+def identity(vllm_config: Any) -> dict[str, Any]:
+    """Fields of `snapshot.Engine`: what tells one rank's weights from others. Needs the parallel groups."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    groups = {"tp": _find(_PARALLEL, "get_tp_group")(), "pp": _find(_PARALLEL, "get_pp_group")()}
+    place = {kind: [group.rank_in_group, group.world_size] for kind, group in groups.items()}
+    if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+        place["dp"] = [parallel.data_parallel_rank, parallel.data_parallel_size]  # each has experts of its own
+    return {
+        "model": str(model.model),
+        "release": release(),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "place": place,
+    }
 
 
 def engine_resets_lora() -> bool:
@@ -508,6 +570,34 @@ def abort_layerwise_reload(model: nn.Module) -> None:
         info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
+
+
+# --- Command line -------------------------------------------------------------------------------------------------
+
+
+def engine_arguments(given: Sequence[str], prog: str) -> dict[str, Any]:
+    """Keyword arguments of ``LLM`` for what a user gave on the command line: MODEL and vLLM's own options."""
+    engine_args = _find("vllm.engine.arg_utils", "EngineArgs")
+    parser = engine_args.add_cli_args(_find("vllm.utils.argparse_utils", "FlexibleArgumentParser")(prog=prog))
+    parser.add_argument("positional_model", metavar="MODEL")
+    args = parser.parse_args(list(given))
+    args.model = args.positional_model
+    return dict(vars(engine_args.from_cli_args(args)))
+
+
+def offline_engine(**arguments: Any) -> Any:
+    """An ``LLM``."""
+    return _find("vllm", "LLM")(**arguments)
+
+
+def no_sleep_mode() -> str | None:
+    """Why vLLM has no sleep mode here, in words; None if it has. Asks what its config and its allocator ask."""
+    platform = _find("vllm.platforms", "current_platform")
+    if not platform.is_sleep_mode_available():
+        return f"vLLM has none on the platform {platform.device_name or 'unknown'}"
+    if platform.is_cuda_alike() and not _find("vllm.device_allocator.cumem", "cumem_available"):
+        return "the extension vllm.cumem_allocator of this vLLM cannot be loaded"
+    return None
 
 
 def check() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,19 +12,23 @@ import torch
 
 from . import diagnosis, seams
 from .adapters import Adapters
-from .base_view import base_view, checkpoint_names
+from .base_view import base_view, checkpoint_name, checkpoint_names
 from .coverage import Coverage, FirstLoad
 from .errors import AsleepError
+from .keeper import SnapshotKeeper
 from .lifecycle import Lifecycle, State
 from .lora_state import LoRAState
+from .replay import LoadPlan, NoReplay
 from .ring import Ring, threads_for
 from .settings import Settings
-from .tensors import UnregisteredTensors
+from .snapshot import Engine, Storage, file_states, storages
+from .tensors import UnregisteredTensors, storage_key
 
 if TYPE_CHECKING:
     from torch import nn
 
 T = TypeVar("T")
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 
 class WorkerState:
@@ -36,6 +41,8 @@ class WorkerState:
         settings: the user's.
         first: the load at start-up, as it was watched.
         ranks: workers of this engine on this host.
+        engine: what snapshots belong to, where there are any.
+        files: names the files that the weights are loaded from; raises `NoReplay` if that cannot be told.
 
     Attributes:
         lifecycle: where the worker stands.
@@ -44,6 +51,9 @@ class WorkerState:
         coverage: which base tensors are still missing.
         unregistered: base tensors that no loader fills.
         ring: reads files into them.
+        keeper: of snapshots, or None without the setting.
+        plan: of the first load, or None without the setting ``replay``.
+        last_restore: of the base weights by this package since level 2 took them, see `SnapshotKeeper.restore`.
     """
 
     def __init__(
@@ -54,8 +64,11 @@ class WorkerState:
         settings: Settings,
         first: FirstLoad | None = None,
         ranks: int = 1,
+        engine: Engine | None = None,
+        files: Callable[[], list[Path]] | None = None,
     ) -> None:
         self.model = model
+        self._device = device
         self.settings = settings
         self.lifecycle = Lifecycle()
         manager = seams.adapter_manager(worker_manager)
@@ -66,15 +79,59 @@ class WorkerState:
         self.unregistered = UnregisteredTensors(model, device, known=self.lora.storages, more=self.coverage.unloaded)
         threads = settings.ring_threads or threads_for(ranks)
         self.ring = Ring(device, settings.ring_bytes, threads, settings.ring_chunk, settings.ring_reader)
+        self.keeper: SnapshotKeeper | None = None
+        if settings.snapshot_dir and engine is not None:
+            self.keeper = SnapshotKeeper(
+                Path(settings.snapshot_dir),
+                engine,
+                settings.snapshot,
+                settings.verify,
+                self.ring,
+                self.base_storages,
+                device,
+            )
+        self.last_restore: dict[str, Any] | None = None
+        self.plan: LoadPlan | None = None
+        self._checkpoint_files = files
+        self._files = self._file_states()
         self._depth = 0
+        self._changed = False  # by a load, since the keeper was last told
         self._tensors_given = 0
         self._last_given: str | None = None
 
-    def save(self) -> None:
-        """Keep on the host what level 2 is about to discard and no load brings back."""
-        if not self.lifecycle.asleep:
+    def base_storages(self) -> list[Storage]:
+        """Memory of all base tensors that the weights pool holds, registered or not, under names as without LoRA."""
+        # Not in the base view: the keeper's thread asks while the model serves.
+        parameters = [(checkpoint_name(n), t) for n, t in self.model.named_parameters(remove_duplicate=False)]
+        buffers = [(checkpoint_name(n), t) for n, t in self.model.named_buffers(remove_duplicate=False)]
+        unregistered = list(self.unregistered.named())
+        kept = {storage_key(tensor) for _, tensor in (*buffers, *unregistered)}
+        unloaded = {storage_key(tensor) for tensor in self.coverage.unloaded}
+        kept -= {storage_key(tensor) for _, tensor in parameters} - unloaded
+        return storages((*parameters, *buffers, *unregistered), self._device, self.lora.storages, kept)
+
+    def hold(self) -> None:
+        """Base weights may change or go from now on: nobody is to read them."""
+        if self.keeper is not None:
+            self.keeper.hold()
+
+    def settle(self) -> None:
+        """Undo `hold` if the weights are complete."""
+        complete = self.lifecycle.state is State.COMPLETE
+        if self.keeper is not None:
+            if complete and self._changed:
+                self.keeper.loaded()
+            self.keeper.release(complete)
+        self._changed &= not complete
+
+    def save(self, level: int) -> None:
+        """Before a sleep: keep on the host what it is about to discard and no load brings back."""
+        self.hold()
+        if level >= 2 and not self.lifecycle.asleep:
             self.lora.save()
             self.unregistered.save()
+            if self.keeper is not None:
+                self.keeper.compare()
 
     def slept(self, level: int) -> None:
         """The weights pool is unmapped."""
@@ -84,6 +141,55 @@ class WorkerState:
         if level >= 2:
             self.lora.lost = True
             self.coverage.lose()
+            self.last_restore = None
+
+    def restore(self) -> bool:
+        """After a wake-up: bring the base weights back from the snapshot, if there is one that has them.
+
+        Returns:
+            Whether they have to be loaded instead: from the checkpoint, which has the same.
+        """
+        keeper = self.keeper
+        if keeper is None or self.lifecycle.state is not State.MISSING or not keeper.usable:
+            return False
+        of_checkpoint = keeper.of_checkpoint and self._checkpoint_unchanged()
+        try:
+            self.last_restore = keeper.restore()
+        except Exception as error:
+            self.lifecycle.restore_failed(error)
+            logger.exception("The snapshot could not be restored")
+            return of_checkpoint
+        self.coverage.all_there()
+        self.lifecycle.loaded()
+        speed = self.last_restore["bytes"] / self.last_restore["seconds"] / 1e9
+        logger.info("Base weights restored from the snapshot, %.1f GB/s", speed)
+        return False
+
+    def has_checkpoint(self) -> bool:
+        """Whether memory holds already what a load of the checkpoint would bring, byte for byte.
+
+        Known only with a snapshot, whose digests tell, and if no file of the checkpoint has changed since start-up.
+        """
+        complete = self.lifecycle.state is State.COMPLETE and self._depth == 0
+        return complete and self.keeper is not None and self._checkpoint_unchanged() and self.keeper.holds()
+
+    def nothing_to_load(self) -> None:
+        """Stands for a load of the checkpoint when `has_checkpoint`."""
+        if self.settings.adapters == "drop":
+            self.adapters.drop_all()
+            self.adapters.put_back()
+
+    def _checkpoint_unchanged(self) -> bool:
+        return self._files is not None and self._file_states() == self._files
+
+    def _file_states(self) -> dict[Path, tuple[int, int, int]] | None:
+        """See `file_states`; None if it cannot be told, or nobody will ask."""
+        if self._checkpoint_files is None or self.keeper is None:
+            return None
+        try:
+            return file_states(self._checkpoint_files())
+        except (NoReplay, OSError):
+            return None
 
     def reset_lora(self) -> None:
         """Make LoRA state right; at the end of a load, which never touches it, only if it was lost.
@@ -127,6 +233,10 @@ class WorkerState:
             self._last_given = name
             yield name, weight
 
+    def bypassed(self) -> None:
+        """Weights are about to be written that do not come through `incoming`."""
+        self._tensors_given += 1
+
     def drop_transfer(self) -> None:
         """Forget the transfer session that is open, with all that it has buffered."""
         self.lifecycle.transfer = None
@@ -152,6 +262,7 @@ class WorkerState:
         if self._depth == 0:
             self._last_given = None
         self._depth += 1
+        self.hold()
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
             with torch.no_grad(), base_view(self.model), seams.layers_observed(self.coverage.carry_over):
@@ -162,6 +273,7 @@ class WorkerState:
                         yield
             if self._depth == 1 and completes:
                 self.lifecycle.loaded(self.coverage.missing(), self.coverage.total)
+            self._changed = True
         except BaseException as error:
             if self._depth == 1:
                 note = diagnosis.where(self._last_given, folder)
@@ -177,3 +289,5 @@ class WorkerState:
             raise
         finally:
             self._depth -= 1
+            if self._depth == 0:
+                self.settle()

@@ -11,6 +11,25 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
@@ -112,6 +131,25 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
+def _unregistered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that neither parameters nor buffers of the module tree give, with names of their own."""
+    beside = modules_beside(model)
+    for number, module in enumerate(beside):
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            yield f"beside.{number}.{name}", tensor
+    for name, parameter in model.named_parameters():
+        for number, tensor in enumerate(tensors_behind(parameter)):
+            yield f"{name}.behind.{number}", tensor
+    for prefix, module in (*model.named_modules(), *((f"beside.{n}", m) for n, m in enumerate(beside))):
+        helpers = ((name, getattr(module, name, None)) for name in ("quant_method", "impl", "scheme"))
+        for helper, owner in (
+            ("", module),
+            *((name, helper) for name, helper in helpers if hasattr(helper, "__dict__")),
+        ):
+            for number, (name, tensor) in enumerate(tensors_of(owner)):
+                yield ".".join(part for part in (prefix, helper, name, f"unregistered.{number}") if part), tensor
+
+
 class UnregisteredTensors:
     """Base tensors that no loader fills and vLLM's wake-up does not restore: it saves only registered buffers.
 
@@ -130,28 +168,26 @@ class UnregisteredTensors:
         self, model: nn.Module, device: torch.device, known: set[int], more: Iterable[torch.Tensor] = ()
     ) -> None:
         known = known | {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        found: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        beside = modules_beside(model)
-        tensors = [t for m in beside for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-        tensors += [behind for parameter in model.parameters() for behind in tensors_behind(parameter)]
-        for module in (*model.modules(), *beside):
-            helpers = (getattr(module, name, None) for name in ("quant_method", "impl", "scheme"))
-            for owner in (module, *(helper for helper in helpers if hasattr(helper, "__dict__"))):
-                tensors += [tensor for _, tensor in tensors_of(owner)]
-        for tensor in tensors:
+        self._views: dict[int, list[tuple[str, weakref.ref[torch.Tensor]]]] = {}
+        for name, tensor in _unregistered(model):
             on_device = tensor.device.type == device.type and tensor.untyped_storage().nbytes() > 0
             if on_device and storage_key(tensor) not in known:
-                found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
-        for tensor in more:
-            found.setdefault(storage_key(tensor), []).append(weakref.ref(tensor))
-        self._views = list(found.values())
+                self._views.setdefault(storage_key(tensor), []).append((name, weakref.ref(tensor)))
+        for number, tensor in enumerate(more):
+            self._views.setdefault(storage_key(tensor), []).append((f"unloaded.{number}", weakref.ref(tensor)))
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those still in use, under names that are the same in every engine of the same kind."""
+        for views in self._views.values():
+            for name, ref in views:
+                if (tensor := ref()) is not None:
+                    yield name, tensor
 
     def save(self) -> None:
         """Copy what is still in use to host memory."""
-        alive = [next((tensor for ref in views if (tensor := ref()) is not None), None) for views in self._views]
-        storages = [whole_storage(tensor) for tensor in alive if tensor is not None]
-        self._saved = [(storage, storage.to("cpu", copy=True)) for storage in storages]
+        found = {storage_key(tensor): whole_storage(tensor) for _, tensor in self.named()}
+        self._saved = [(storage, storage.to("cpu", copy=True)) for storage in found.values()]
 
     def restore(self) -> None:
         """Copy back what `save` kept, and forget it."""

@@ -27,37 +27,86 @@ class LoRAReloadWorker:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload = self.model_runner.lora_reload
 
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        done = super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
+        if self.lora_reload.keeper is not None:
+            self.lora_reload.keeper.started()
+        return done
+
     def sleep(self, level: int = 1) -> None:
-        if level >= 2:
-            self.lora_reload.save()
-        super().sleep(level)  # type: ignore[misc]
-        self.lora_reload.slept(level)
+        state = self.lora_reload
+        state.save(level)
+        try:
+            super().sleep(level)  # type: ignore[misc]
+            state.slept(level)
+        finally:
+            state.settle()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         super().wake_up(tags)  # type: ignore[misc]
         state = self.lora_reload
         if state.lifecycle.asleep and (tags is None or "weights" in tags):
             state.woke(self.model_runner.reset_lora_state)
-            if state.settings.on_missing == "reload" and state.lifecycle.state is State.MISSING:
+            by_itself = state.settings.on_missing == "reload"
+            if state.restore() or (by_itself and state.lifecycle.state is State.MISSING):
                 try:
                     self.model_runner.reload_weights()
                 except Exception:
                     # vLLM's executor has to learn that the memory is mapped; requests are told what happened.
                     logger.exception("The checkpoint could not be loaded at wake-up")
+            state.settle()
+
+    def shutdown(self) -> None:
+        state = vars(self).get("lora_reload")  # not there if the model could not be loaded
+        if state is not None and state.keeper is not None:
+            state.keeper.close()
+        super().shutdown()  # type: ignore[misc]
 
     def lora_reload_status(self) -> dict[str, Any]:
         """For ``collective_rpc``: how this rank stands.
 
         Returns:
             ``state``; ``error``, what every request is told now, or None; ``adapters``, what requests for an adapter
-            are told, by id.
+            are told, by id; ``snapshot``, see `lora_reload_take_snapshot`, or None without ``snapshot_dir``;
+            ``replay``, see `LoadPlan.state`, or None where it is switched off;
+            ``last_restore``, how this package brought the base weights back after level 2, or None: ``source``
+            (``snapshot`` or ``checkpoint``), ``bytes``, ``seconds``, and ``verify_seconds`` of these; ``ring_bytes``,
+            pinned now.
         """
         state = self.lora_reload
         return {
             "state": state.lifecycle.state.value,
             "error": state.lifecycle.error(),
             "adapters": {str(number): why for number, why in state.adapters.broken.items()},
+            "snapshot": state.keeper.state() if state.keeper is not None else None,
+            "replay": state.plan.state() if state.plan is not None else None,
+            "last_restore": state.last_restore,
+            "ring_bytes": state.ring.nbytes,
         }
+
+    def lora_reload_take_snapshot(self) -> dict[str, Any]:
+        """For ``collective_rpc``: have this rank's base weights in a snapshot as they are now, and wait for the disk.
+
+        Returns:
+            ``state`` (``valid`` or ``none``), ``path`` of the file, its ``bytes``, ``seconds`` that writing took (None
+            if one was there), ``reason`` why there is none.
+        """
+        keeper = self.lora_reload.keeper
+        if keeper is None:
+            reason = "the setting snapshot_dir is empty"
+            return {"state": "none", "path": "", "bytes": 0, "seconds": None, "reason": reason}
+        return keeper.take()
+
+    def lora_reload_free_buffers(self) -> int:
+        """For ``collective_rpc``: give the pinned buffers back; the next restore takes new ones.
+
+        Returns:
+            Bytes freed.
+        """
+        ring = self.lora_reload.ring
+        nbytes = ring.nbytes
+        ring.close()
+        return nbytes
 
     def lora_reload_adapters(self) -> dict[str, dict[str, int]]:
         """For ``collective_rpc``: ``lora_int_id`` and ``version`` of every adapter that was ever known, by name."""
@@ -153,6 +202,7 @@ class TransferSessions:
         self.lora_reload.must_be_mapped()
         super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload.lifecycle.transfer = Transfer.MAIN
+        self.lora_reload.hold()
         self._patched = False
 
     def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:
@@ -182,6 +232,7 @@ class TransferSessions:
             seams.close_weight_update(self)
             raise
         lifecycle.transfer = None
+        self.lora_reload.settle()
 
 
 class DraftSessions:

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from tests.matrix.transfer import InProcessEngine
 from tests.support.engine import Engine
 from vllm_lora_reload import WeightsMissingError
+from vllm_lora_reload.ring import Ring
 
 pytestmark = pytest.mark.engine
 
@@ -86,6 +87,14 @@ def transfer(engine: Engine, pairs: Iterable[Pair]) -> None:
 
 
 def reload_disk(engine: Engine, folder: Path) -> None:
+    """With the engine's own loader."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner.lora_reload, "plan", None)
+        engine.reload()
+
+
+def reload_replay(engine: Engine, folder: Path) -> None:
+    """By the plan of the first load; with the engine's loader where that does not work."""
     engine.reload()
 
 
@@ -100,7 +109,11 @@ FROM_TENSORS: dict[str, Callable[[Engine, Iterable[Pair]], None]] = {
     "one a call": load_one_a_call,
     "transfer": transfer,
 }
-FROM_FILES: dict[str, Callable[[Engine, Path], None]] = {"disk": reload_disk, "other path": reload_other_path}
+FROM_FILES: dict[str, Callable[[Engine, Path], None]] = {
+    "disk": reload_disk,
+    "replay": reload_replay,
+    "other path": reload_other_path,
+}
 WAYS = [*FROM_FILES, *FROM_TENSORS]
 
 
@@ -247,6 +260,10 @@ def breaks_off(pairs: Iterable[Pair], stop: int) -> Iterator[Pair]:
         yield pair
 
 
+def unreadable(*args: Any) -> None:
+    raise OSError(LOST)
+
+
 @pytest.mark.parametrize("position", ["first", "middle", "last"])
 def test_exception_on_the_way(case: Case, position: str, asleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = {"first": 0, "middle": len(case.tensors) // 2, "last": len(case.tensors) - 1}[position]
@@ -255,14 +272,15 @@ def test_exception_on_the_way(case: Case, position: str, asleep: bool, monkeypat
         case.engine.lose_weights()
     with pytest.raises(OSError, match=LOST) as caught, monkeypatch.context() as patch:
         patch.setattr(DefaultModelLoader, "get_all_weights", lambda *args: breaks_off(read(*args), stop))
+        patch.setattr(Ring, "read", unreadable)
         case.load((lambda tensors: BreaksOff(tensors.items(), stop)) if case.way in FROM_TENSORS else None)
     # Where each tensor has a call of its own, the broken call brings none that could be named.
     named = position != "first" and case.way != "one a call"
     assert ("while loading " in str(caught.value)) is named
     if named and case.way in FROM_FILES:
         assert f" from {case.folder}" in str(caught.value)
-    # A session may have written before its first tensor, for all the package knows.
-    nothing_written = case.way == "one a call" or (position == "first" and case.way != "transfer")
+    # A session or a replay may have written before its first tensor, for all the package knows.
+    nothing_written = case.way == "one a call" or (position == "first" and case.way not in ("transfer", "replay"))
     kept = nothing_written and not asleep
     case.assert_survived("complete" if kept else "missing")
 
@@ -414,28 +432,36 @@ def test_no_index(files: Case) -> None:
 
 @pytest.mark.parametrize("shard", [0, 2], ids=["the open one", "one to come"])
 def test_shard_replaced_while_loading(files: Case, shard: int, asleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is open stays the old one."""
+    """A file that is open stays the old one; a replay opens it a second time, and then asks the engine's loader."""
     file = sorted(files.folder.glob("*.safetensors"))[shard]
-    read = DefaultModelLoader.get_all_weights
+    read, read_by_ring = DefaultModelLoader.get_all_weights, Ring.read
+
+    def replace() -> None:
+        torn = file.with_suffix(".part")
+        torn.write_bytes(file.read_bytes()[:-100])
+        os.replace(torn, file)
 
     def replacing(*args: Any) -> Iterator[Pair]:
         for number, pair in enumerate(read(*args)):
-            if number == 2:
-                torn = file.with_suffix(".part")
-                torn.write_bytes(file.read_bytes()[:-100])
-                os.replace(torn, file)
+            if number == 2 and files.way != "replay":
+                replace()
             yield pair
+
+    def replacing_before(self: Ring, wanted: Any) -> None:
+        replace()
+        read_by_ring(self, wanted)
 
     if asleep:
         files.engine.lose_weights()
     with monkeypatch.context() as patch:
         patch.setattr(DefaultModelLoader, "get_all_weights", replacing)
-        if shard == 0:
+        patch.setattr(Ring, "read", replacing_before)
+        if whole := shard == 0 and files.way != "replay":
             files.load()
         else:
             with pytest.raises(Exception, match=re.escape(f"{file} is damaged")):
                 files.load()
-    files.assert_survived("missing" if shard else "complete", re.escape(str(file)))
+    files.assert_survived("complete" if whole else "missing", re.escape(str(file)))
 
 
 @pytest.mark.parametrize("case", ["disk"], indirect=True)

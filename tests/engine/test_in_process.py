@@ -33,15 +33,23 @@ def test_sleep_really_loses_the_pool(engine: Engine) -> None:
     assert len(lost) > 60
 
 
-def test_three_cycles(engine: Engine) -> None:
+@pytest.mark.parametrize("by", ["replay", "loader"])
+def test_three_cycles(engine: Engine, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the checkpoint: by the plan of the first load, and by vLLM's own loader."""
+    if by == "loader":
+        monkeypatch.setattr(engine.worker.lora_reload, "plan", None)
     for _ in range(3):
         engine.lose_weights()
         engine.reload()
         assert engine.differing() == []
         assert engine.ask() == engine.before
+        assert bool(engine.worker.lora_reload.last_restore) is (by == "replay")
 
 
-def test_reload_while_awake(engine: Engine) -> None:
+@pytest.mark.parametrize("by", ["replay", "loader"])
+def test_reload_while_awake(engine: Engine, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "loader":
+        monkeypatch.setattr(engine.worker.lora_reload, "plan", None)
     engine.reload()
     engine.assert_whole()
 

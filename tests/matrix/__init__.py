@@ -6,7 +6,9 @@ FAMILIES = ("llama", "minicpm", "qwen3", "qwen3_moe", "mixtral")
 
 # Ways to load weights after sleep at level 2, and what they are.
 PATHS = {
-    "disk": "`reload_weights()`",
+    "disk": "`reload_weights()` by vLLM's own loader",
+    "replay": "`reload_weights()` by the plan of the first load",
+    "snapshot": '`wake_up(["weights"])` alone, which restores a snapshot',
     "iterator": "`reload_weights(weights_iterator=...)`",
     "kernel format": "`reload_weights(weights_iterator=..., is_checkpoint_format=False)`",
     "load_weights": "`model.load_weights(...)` with all tensors",

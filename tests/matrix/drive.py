@@ -36,7 +36,9 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 
 from tests.support.checkpoints import _FAMILIES
 from tests.support.pool import PoolLoss
-from vllm_lora_reload import plugin, session
+from vllm_lora_reload import plugin, seams, session
+from vllm_lora_reload.keeper import SnapshotKeeper
+from vllm_lora_reload.snapshot import Engine
 
 from . import transfer
 
@@ -142,6 +144,49 @@ def reload_kernel_format(case: Case) -> None:
     case.worker.reload_weights(weights_iterator=iter(case.kernel_format), is_checkpoint_format=False)
 
 
+def reload_by_loader(case: Case) -> None:
+    state = getattr(case.worker, "lora_reload", None)  # there is none without the package
+    plan, kept = (None, None) if state is None else (state.plan, state)
+    if kept is not None:
+        kept.plan = None
+    try:
+        case.worker.reload_weights()
+    finally:
+        if kept is not None:
+            kept.plan = plan
+
+
+def replay(case: Case) -> None:
+    state = case.worker.lora_reload
+    if not state.plan.usable:
+        raise RuntimeError(f"no plan: {state.plan.reason}")
+    case.worker.reload_weights()
+    if not state.last_restore or state.last_restore["source"] != "checkpoint":
+        raise RuntimeError("the plan was not used")
+
+
+def restore_snapshot(case: Case) -> None:
+    """Writes a snapshot of the reloaded weights, then loses them once more; the wake-up brings them back."""
+    reload_by_loader(case)
+    state = case.worker.lora_reload
+    engine = Engine(**seams.identity(case.config))
+    with tempfile.TemporaryDirectory() as folder:
+        state.keeper = keeper = SnapshotKeeper(
+            Path(folder), engine, "once", "full", state.ring, state.base_storages, case.worker.device
+        )
+        try:
+            keeper.started()
+            if keeper.take()["state"] != "valid":
+                raise RuntimeError(f"no snapshot: {keeper.reason}")
+            case.worker.sleep(2)
+            case.worker.wake_up(["weights"])
+            if not state.last_restore or state.last_restore["source"] != "snapshot":
+                raise RuntimeError("the snapshot was not used")
+        finally:
+            keeper.close()
+            state.keeper = None
+
+
 def load_one_a_call(case: Case) -> None:
     for item in case.weights():
         case.model.load_weights([item])
@@ -167,7 +212,7 @@ def load_after_failures(case: Case) -> None:
                 raise RuntimeError("a failed load counts as complete") from None
         else:
             raise RuntimeError("a bad load passes")
-    case.worker.reload_weights()
+    reload_by_loader(case)
 
 
 def load_as_verl(case: Case) -> None:
@@ -201,7 +246,9 @@ def patch_and_patch_back(case: Case) -> None:
 
 # Keys are those of `tests.matrix.PATHS`.
 LOADS: dict[str, Callable[[Case], Any]] = {
-    "disk": lambda case: case.worker.reload_weights(),
+    "disk": reload_by_loader,
+    "replay": replay,
+    "snapshot": restore_snapshot,
     "iterator": lambda case: case.worker.reload_weights(weights_iterator=iter(case.weights())),
     "kernel format": reload_kernel_format,
     "load_weights": lambda case: case.model.load_weights(case.weights()),

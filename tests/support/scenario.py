@@ -36,7 +36,8 @@ class Scenario:
 
     `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`). `ways` are taken in
     turn to bring the weights back: ``reload`` (from disk), ``direct`` (one tensor a call), ``kernel`` (kernel format),
-    ``ipc``, ``nccl`` (weight transfer) or ``sparse`` (from disk, then single elements there and back by transfer).
+    ``ipc``, ``nccl`` (weight transfer), ``sparse`` (from disk, then single elements there and back by transfer) or
+    ``snapshot`` (they come back by themselves).
     `quantization` is one of `quantized.METHODS`: the checkpoint's own, not one that vLLM applies while loading.
     """
 
@@ -53,12 +54,17 @@ class Scenario:
 
 @dataclass
 class Cycle:
-    """What one cycle showed. `same`: answers equal to those before the first sleep, by who answered."""
+    """What one cycle showed.
+
+    `same`: answers equal to those before the first sleep, by who answered. `restored`: what this package brought the
+    weights back from, by rank, where it was not vLLM's loader.
+    """
 
     same: dict[str, bool] = field(default_factory=dict)
     bytes_differ: list[str] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    restored: list[str | None] = field(default_factory=list)
 
     @property
     def right(self) -> bool:
@@ -183,6 +189,9 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     before = answers()
     pool_tensors = len(llm.collective_rpc("pool_digests")[0])
     llm.collective_rpc("keep_kernel_format", args=("kernel" in scenario.ways,))
+    if "snapshot" in scenario.ways:
+        taken = llm.collective_rpc("lora_reload_take_snapshot")
+        assert all(snapshot["state"] == "valid" for snapshot in taken), taken
     trainer = functools.cache(lambda: NcclTrainer(llm))
     mappings = llm.collective_rpc("logits_mapping_sizes")[0]
     steps: dict[str, Callable[[], Any]] = {
@@ -206,7 +215,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
         elif way == "sparse":
             llm.collective_rpc("reload_weights")
             trainer().patch_and_patch_back(checkpoint)
-        else:
+        elif way != "snapshot":
             raise ValueError(way)
 
     def run_cycle() -> Cycle:
@@ -218,6 +227,9 @@ def observe(scenario: Scenario, folder: Path) -> Report:
                 action()
                 cycle.seconds[step] = time.perf_counter() - start
             now = llm.collective_rpc("pool_digests")
+            if "lora_reload" in os.environ.get("VLLM_PLUGINS", ""):
+                found = [status["last_restore"] for status in llm.collective_rpc("lora_reload_status")]
+                cycle.restored = [last and last["source"] for last in found]
             cycle.bytes_differ = [
                 f"rank {rank}: {name}"
                 for rank, (old, new) in enumerate(zip(digests, now, strict=True))

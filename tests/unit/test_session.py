@@ -13,6 +13,7 @@ from vllm_lora_reload import AsleepError, seams, session
 from vllm_lora_reload.lifecycle import State
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.settings import Settings
+from vllm_lora_reload.tensors import storage_key
 
 WEIGHT = ("up.base_layer.weight", 1)
 
@@ -97,7 +98,9 @@ def test_parts_are_made_of_the_model(state: WorkerState) -> None:
 
 
 def test_save_keeps_both_parts(state: WorkerState) -> None:
-    state.save()
+    state.save(1)
+    assert state.lora.saved == state.unregistered.saved == 0  # type: ignore[attr-defined]
+    state.save(2)
     assert state.lora.saved == state.unregistered.saved == 1  # type: ignore[attr-defined]
 
 
@@ -271,3 +274,21 @@ def test_good_load_after_a_failure_completes(state: WorkerState, aborted: list[b
     with state.loading():
         pass
     assert state.lifecycle.state is State.COMPLETE and state.lifecycle.error() is None
+
+
+def test_base_tensors_are_listed_while_the_model_serves(state: WorkerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another thread: names are as without LoRA, but no wrapper leaves its place for it."""
+    extra = torch.ones(3)
+    monkeypatch.setattr(state.unregistered, "named", lambda: [("up.extra", extra)], raising=False)
+    monkeypatch.setattr(session, "base_view", None)
+    listed = {name: storage.loaded for storage in state.base_storages() for name in storage.tensors}
+    assert listed["up.weight"] is True and listed["up.extra"] is False
+    assert not [name for name in listed if "base_layer" in name]
+    assert is_wrapped(state.model)
+
+
+def test_lora_state_is_no_base_tensor(state: WorkerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.unregistered, "named", list, raising=False)
+    weight = state.model.up.base_layer.weight
+    state.lora.storages = {storage_key(weight)}
+    assert "up.weight" not in [storage.name for storage in state.base_storages()]

@@ -28,12 +28,31 @@ def test_config_goes_before_environment() -> None:
     assert Settings.of(config(on_missing="reload"), environ) == Settings(adapters="drop", on_missing="reload")
 
 
+def test_paths_and_numbers() -> None:
+    environ = {
+        "VLLM_LORA_RELOAD_SNAPSHOT_DIR": "/data",
+        "VLLM_LORA_RELOAD_RING_BYTES": "256M",
+        "VLLM_LORA_RELOAD_RING_CHUNK": "4M",
+    }
+    settings = Settings.of(config(ring_threads=4, ring_chunk=8192), environ)
+    assert (settings.snapshot_dir, settings.ring_bytes) == ("/data", 256 << 20)
+    assert (settings.ring_threads, settings.ring_chunk) == (4, 8192)
+    assert Settings.of(config(snapshot_dir=Path("/x")), {}).snapshot_dir == "/x"
+
+
 @pytest.mark.parametrize(
     ("given", "environ", "message"),
     [
-        ({"adapter": "keep"}, {}, r"has no setting 'adapter'; there are \['adapters', 'on_missing'\]"),
+        ({"adapter": "keep"}, {}, r"has no setting 'adapter'; there are \['adapters', 'on_missing', 'snapshot_dir'"),
         ({"adapters": "kept"}, {}, r"adapters .* is 'kept', not one of \['keep', 'drop'\]"),
         ({}, {"VLLM_LORA_RELOAD_ON_MISSING": "ignore"}, r"on_missing .* is 'ignore'"),
+        ({"snapshot_dir": 3}, {}, "snapshot_dir .* is 3, not a path"),
+        ({"snapshot": True}, {}, r"snapshot .* is True, not one of \['once', 'always', 'never'\]"),
+        ({"ring_bytes": "a lot"}, {}, "ring_bytes .* is 'a lot', not a number of at least 2097152"),
+        ({"ring_bytes": 1000}, {}, "ring_bytes .* is 1000, not a number"),
+        ({"ring_threads": -1}, {}, "ring_threads .* is -1, not a number of at least 0"),
+        ({"ring_threads": True}, {}, "ring_threads .* is True, not a number"),
+        ({}, {"VLLM_LORA_RELOAD_RING_CHUNK": "1000"}, "ring_chunk .* is '1000', .* in multiples of 4096"),
     ],
 )
 def test_what_does_not_exist_is_refused(given: Any, environ: Any, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,18 @@ from vllm_lora_reload import seams, session
 from vllm_lora_reload.runner import LoRAReloadModelRunner
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.settings import Settings
+from vllm_lora_reload.snapshot import file_states
 from vllm_lora_reload.worker import extend
 
-COMPLETE = {"state": "complete", "error": None, "adapters": {}}
+COMPLETE = {
+    "state": "complete",
+    "error": None,
+    "adapters": {},
+    "snapshot": None,
+    "replay": None,
+    "last_restore": None,
+    "ring_bytes": 0,
+}
 
 
 class Log(list[str]):
@@ -90,6 +100,13 @@ class SingleShotWorker:
 
     def update_weights(self, update_info: Any) -> None:
         self._do(f"update {update_info}")
+
+    def compile_or_warm_up_model(self) -> str:
+        self.log("warm up")
+        return "warm"
+
+    def shutdown(self) -> None:
+        self.log("shutdown")
 
 
 class SessionWorker(SingleShotWorker):
@@ -398,7 +415,7 @@ def test_status_says_what_requests_are_told(worker: Any) -> None:
     status = worker.lora_reload_status()
     worker.lora_reload.adapters.broken[7] = "why"
     assert worker.lora_reload_status()["adapters"] == {"7": "why"}
-    assert status == {"state": "missing", "error": worker.lora_reload.lifecycle.error(), "adapters": {}}
+    assert status == COMPLETE | {"state": "missing", "error": worker.lora_reload.lifecycle.error()}
     assert "sleep(level=2)" in status["error"]
 
 
@@ -410,3 +427,173 @@ def test_no_method_that_the_release_lacks(methods: tuple[str, ...]) -> None:
     transfer = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
     sessions = "finish_weight_update" in methods
     assert {m for m in transfer if hasattr(worker, m)} == set(methods) | ({"update_weights"} if sessions else set())
+
+
+# --- Snapshots ----------------------------------------------------------------------------------------------------
+
+
+class FakeKeeper:
+    """Has what was lost, says `fail`, and whether the checkpoint has the same."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.usable = True
+        self.of_checkpoint = True
+        self.fail: str | None = None
+        self.held = False
+
+    def hold(self) -> None:
+        self.held = True
+
+    def release(self, complete: bool) -> None:
+        self.held &= not complete
+
+    def started(self) -> None:
+        self.log("keeper.started")
+
+    def compare(self) -> None:
+        self.log("keeper.compare")
+
+    def loaded(self) -> None:
+        self.log("keeper.loaded")
+
+    def restore(self) -> dict[str, Any]:
+        self.log("keeper.restore")
+        if self.fail:
+            raise OSError(self.fail)
+        return {"source": "snapshot", "bytes": 10, "seconds": 0.1, "verify_seconds": 0.0}
+
+    def state(self) -> dict[str, Any]:
+        return {"state": "valid"}
+
+    def take(self) -> dict[str, Any]:
+        return {"state": "valid", "path": "/file"}
+
+    def holds(self) -> bool:
+        return self.of_checkpoint
+
+    def close(self) -> None:
+        self.log("keeper.close")
+
+
+@pytest.fixture
+def kept(worker: Any, log: Log) -> Any:
+    """The worker, with a keeper and a checkpoint that has not changed."""
+    worker.lora_reload.keeper = FakeKeeper(log)
+    worker.lora_reload._checkpoint_files = list
+    worker.lora_reload._files = {}
+    worker.model_runner.reload_weights = lambda: log("reload")
+    return worker
+
+
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "file_states", lambda folder: {})
+
+
+def test_wake_up_restores_the_snapshot(kept: Any, log: Log) -> None:
+    kept.sleep(2)
+    assert log.take() == ["lora.save", "unregistered.save", "keeper.compare", "sleep 2"]
+    assert kept.lora_reload.keeper.held
+    kept.wake_up(["weights"])
+    assert log == ["wake ['weights']", "unregistered.restore", "reset", "adapters.read_changed", "keeper.restore"]
+    status = kept.lora_reload_status()
+    assert status["state"] == "complete" and status["last_restore"]["source"] == "snapshot"
+    assert not kept.lora_reload.keeper.held
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_not_after_another_level(kept: Any, log: Log, level: int) -> None:
+    kept.sleep(level)
+    assert kept.lora_reload.keeper.held is (level == 1)
+    kept.wake_up()
+    assert not [entry for entry in log if "compare" in entry or "restore" in entry]
+    assert not kept.lora_reload.keeper.held
+
+
+def test_not_if_other_weights_were_lost(kept: Any, log: Log) -> None:
+    kept.lora_reload.keeper.usable = False
+    kept.sleep(2)
+    kept.wake_up()
+    assert "keeper.restore" not in log and "reload" not in log
+    assert kept.lora_reload_status()["state"] == "missing" and kept.lora_reload.keeper.held
+
+
+@pytest.mark.parametrize("checkpoint", ["same", "other weights", "changed", "not local", "gone"])
+def test_the_checkpoint_is_loaded_instead_only_if_it_has_the_same(
+    kept: Any, log: Log, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.lora_reload.keeper.fail = "no such file"
+    kept.lora_reload.keeper.of_checkpoint = checkpoint != "other weights"
+    if checkpoint == "changed":
+        monkeypatch.setattr(session, "file_states", lambda folder: {"file": (1, 2, 3)})
+    elif checkpoint == "gone":
+        kept.lora_reload._checkpoint_files = lambda: [Path("/gone")]
+        monkeypatch.setattr(session, "file_states", file_states)
+    elif checkpoint == "not local":
+        kept.lora_reload._files = None
+    kept.sleep(2)
+    kept.wake_up()
+    assert ("reload" in log) is (checkpoint == "same")
+    assert "the snapshot could not be restored: OSError: no such file" in kept.lora_reload_status()["error"]
+
+
+def test_a_load_holds_the_writer_up(kept: Any, log: Log) -> None:
+    keeper = kept.lora_reload.keeper
+    with kept.lora_reload.loading():
+        assert keeper.held
+    assert not keeper.held and log == ["keeper.loaded"]
+    log.take()
+    with pytest.raises(RuntimeError), kept.lora_reload.loading():
+        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        raise RuntimeError
+    assert keeper.held and "keeper.loaded" not in log  # nobody knows what memory holds now
+
+
+def test_a_transfer_session_holds_it_up_to_its_end(kept: Any, log: Log) -> None:
+    keeper = kept.lora_reload.keeper
+    kept.start_weight_update()
+    assert keeper.held
+    kept.update_weights({})
+    assert keeper.held
+    kept.finish_weight_update()
+    assert not keeper.held
+    assert log.count("keeper.loaded") == 1
+
+
+def test_a_sleep_that_fails_lets_it_go_on(kept: Any) -> None:
+    kept.fail = "sleep 2"
+    with pytest.raises(RuntimeError):
+        kept.sleep(2)
+    assert not kept.lora_reload.keeper.held
+
+
+def test_looks_for_a_snapshot_after_warm_up(kept: Any, log: Log) -> None:
+    assert kept.compile_or_warm_up_model() == "warm"
+    assert log == ["warm up", "keeper.started"]
+
+
+def test_closes_with_the_worker(kept: Any, log: Log) -> None:
+    kept.shutdown()
+    assert log == ["keeper.close", "shutdown"]
+
+
+def test_a_worker_without_a_model_shuts_down(log: Log) -> None:
+    worker: Any = SessionWorker(log)
+    extend(worker)
+    worker.shutdown()
+    assert log == ["shutdown"]
+
+
+def test_snapshots_by_rpc(kept: Any, worker: Any) -> None:
+    assert kept.lora_reload_take_snapshot() == {"state": "valid", "path": "/file"}
+    assert kept.lora_reload_status()["snapshot"] == {"state": "valid"}
+    kept.lora_reload.keeper = None
+    assert kept.lora_reload_take_snapshot()["reason"] == "the setting snapshot_dir is empty"
+
+
+def test_buffers_are_freed_by_rpc(worker: Any) -> None:
+    worker.lora_reload.ring.prepare()
+    size = worker.lora_reload_status()["ring_bytes"]
+    assert size > 0 and worker.lora_reload_free_buffers() == size
+    assert worker.lora_reload_status()["ring_bytes"] == 0

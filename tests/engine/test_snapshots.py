@@ -1,0 +1,245 @@
+"""Base weights that come back from a snapshot by themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.engine import Engine
+from tests.support.scenario import Scenario, run
+from vllm_lora_reload import WeightsMissingError, keeper
+from vllm_lora_reload.keeper import SnapshotKeeper
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("engine")
+    setting = {"snapshot_dir": str(folder / "snapshots")}
+    return Engine(folder, additional_config={"lora_reload": setting})
+
+
+@pytest.fixture
+def engine(started: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """With a valid snapshot of its checkpoint."""
+    monkeypatch.setattr(keeper, "_SETTLED", 0.0)
+    backup = started.folder / "backup"
+    shutil.copytree(started.checkpoint, backup)
+    started.assert_whole()
+    assert taken(started)["state"] == "valid"
+    yield started
+    monkeypatch.undo()
+    shutil.rmtree(started.checkpoint)
+    backup.rename(started.checkpoint)
+    started.reload(weights_path=str(started.checkpoint))
+    started.worker.lora_reload._files = started.worker.lora_reload._file_states()  # the same files, moved
+    started.ask()
+
+
+def keeper_of(engine: Engine) -> SnapshotKeeper:
+    found: SnapshotKeeper = engine.worker.lora_reload.keeper
+    return found
+
+
+def taken(engine: Engine) -> dict[str, Any]:
+    return dict(engine.llm.collective_rpc("lora_reload_take_snapshot")[0])
+
+
+def status(engine: Engine) -> dict[str, Any]:
+    return dict(engine.llm.collective_rpc("lora_reload_status")[0])
+
+
+def other_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor + 0.25 for name, tensor in engine.checkpoint_tensors().items()}
+
+
+def save_other_weights(engine: Engine) -> None:
+    """As a trainer that saves into the folder from which the engine was started."""
+    for file in engine.checkpoint.glob("*.safetensors"):
+        tensors = {name: tensor + 0.25 for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def no_loader(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's loader must not be asked."""
+
+    def get_all_weights(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("loaded from the checkpoint")
+
+    monkeypatch.setattr(
+        "vllm.model_executor.model_loader.default_loader.DefaultModelLoader.get_all_weights", get_all_weights
+    )
+
+
+@pytest.mark.usefixtures("no_loader")
+def test_cycles_without_a_load(engine: Engine) -> None:
+    """Bytes of the whole pool, answers of base and adapters, with the checkpoint out of reach."""
+    away = engine.checkpoint.with_name("away")
+    engine.checkpoint.rename(away)
+    try:
+        for _ in range(3):
+            engine.lose_weights()
+            engine.assert_whole()
+            last = status(engine)["last_restore"]
+            assert last["source"] == "snapshot" and last["bytes"] > 500_000
+    finally:
+        away.rename(engine.checkpoint)
+
+
+@pytest.mark.usefixtures("no_loader")
+def test_reload_after_it_is_a_no_op(engine: Engine) -> None:
+    engine.lose_weights()
+    engine.reload()
+    engine.assert_whole()
+    with pytest.raises(Exception, match="loaded from the checkpoint"):
+        engine.reload(weights_path=str(engine.checkpoint))
+
+
+def test_reload_is_none_if_memory_is_not_what_it_should_be(engine: Engine) -> None:
+    """Somebody wrote into a parameter by hand."""
+    engine.lose_weights()
+    with torch.no_grad():
+        next(iter(engine.model.parameters())).fill_(7)
+    engine.reload()
+    engine.assert_whole()
+
+
+def test_reload_loads_a_checkpoint_that_changed(engine: Engine) -> None:
+    """And the snapshot is stale then: after the next sleep the weights are missing, not old."""
+    save_other_weights(engine)
+    engine.lose_weights()
+    assert engine.differing() == []  # as it was when they were discarded
+    engine.reload()
+    new = engine.ask()
+    assert new["base"] != engine.before["base"]
+    engine.lose_weights()
+    with pytest.raises(WeightsMissingError, match="base weights are missing"):
+        engine.ask()
+    assert "other weights were loaded since it was written" in status(engine)["snapshot"]["reason"]
+    engine.reload()
+    assert engine.ask() == new
+
+
+def test_given_weights_are_loaded(engine: Engine) -> None:
+    engine.lose_weights()
+    engine.reload(weights_iterator=iter(other_weights(engine).items()))
+    assert engine.ask()["base"] != engine.before["base"]
+
+
+def test_every_version_has_a_snapshot_if_asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_of(engine), "_when", "always")
+    engine.model.load_weights(other_weights(engine).items())
+    new = engine.ask()
+    assert new["base"] != engine.before["base"]
+    assert taken(engine)["state"] == "valid"
+    engine.lose_weights()
+    assert status(engine)["last_restore"]["source"] == "snapshot"
+    assert engine.ask() == new
+    engine.reload()  # asks for the checkpoint, which is something else
+    engine.assert_whole()
+
+
+def flip(file: Path) -> None:
+    stat = file.stat()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 5000)
+
+
+def other(file: Path) -> None:
+    file.write_bytes(b"something else")
+
+
+@pytest.mark.parametrize("harm", [flip, cut, other, Path.unlink])
+def test_a_damaged_snapshot_is_not_used(engine: Engine, harm: Callable[[Path], None]) -> None:
+    """The checkpoint is loaded instead, as it has the same; and a new snapshot is written."""
+    harm(Path(taken(engine)["path"]))
+    engine.lose_weights()
+    engine.assert_whole()
+    assert (status(engine)["last_restore"] or {}).get("source") != "snapshot"
+    assert taken(engine)["state"] == "valid"
+    engine.lose_weights()
+    engine.assert_whole()
+    assert status(engine)["last_restore"]["source"] == "snapshot"
+
+
+def test_damage_and_no_checkpoint_with_the_same(engine: Engine) -> None:
+    """Nothing has these weights any more: requests are refused, and told why."""
+    engine.model.load_weights(other_weights(engine).items())
+    flip(Path(taken(engine)["path"]))
+    engine.lose_weights()
+    with pytest.raises(WeightsMissingError, match=r"the snapshot could not be restored: SnapshotError: .* is damaged"):
+        engine.ask()
+    engine.reload()
+    engine.assert_whole()
+
+
+def test_damage_and_the_checkpoint_is_gone(engine: Engine) -> None:
+    flip(Path(taken(engine)["path"]))
+    away = engine.checkpoint.with_name("away")
+    engine.checkpoint.rename(away)
+    try:
+        engine.lose_weights()
+        with pytest.raises(WeightsMissingError):
+            engine.ask()
+    finally:
+        away.rename(engine.checkpoint)
+    engine.reload()
+    engine.assert_whole()
+
+
+def test_level_1_and_updates_of_adapters_leave_it_alone(engine: Engine) -> None:
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    assert taken(engine) == status(engine)["snapshot"]
+    engine.lose_weights()
+    engine.assert_whole()
+
+
+def test_buffers_can_be_freed(engine: Engine) -> None:
+    engine.lose_weights()
+    pinned = status(engine)["ring_bytes"]
+    assert pinned > 0
+    assert engine.llm.collective_rpc("lora_reload_free_buffers") == [pinned]
+    assert status(engine)["ring_bytes"] == 0
+    engine.lose_weights()
+    engine.assert_whole()
+
+
+def test_without_the_setting(shared_engine: Engine) -> None:
+    reason = "the setting snapshot_dir is empty"
+    assert taken(shared_engine)["reason"] == reason
+    assert status(shared_engine)["snapshot"] is None
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(engine={"tensor_parallel_size": 2}),
+        Scenario(family="qwen3_tied"),
+        Scenario(quantization="awq"),
+    ],
+    ids=["two ranks", "tied", "awq"],
+)
+def test_other_engines(scenario: Scenario, tmp_path: Path) -> None:
+    scenario.ways = ("snapshot",)
+    scenario.engine["additional_config"] = {"lora_reload": {"snapshot_dir": str(tmp_path)}}
+    report = run(scenario, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
+    assert report.right and len(report.cycles) == 2 and report.distinct_answers == 3, report
+    ranks = scenario.engine.get("tensor_parallel_size", 1)
+    assert all(cycle.restored == ["snapshot"] * ranks for cycle in report.cycles), report
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == ranks

@@ -1,0 +1,226 @@
+"""Files into memory. The device is the CPU; tests/gpu runs the same on a GPU."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_lora_reload import ring as ring_module
+from vllm_lora_reload.ring import PAGE, Piece, Ring, resident, threads_for
+
+CPU = torch.device("cpu")
+SIZE = 9_000_001  # several chunks of 1 MiB, not a multiple of anything
+
+
+@pytest.fixture(scope="module")
+def content() -> torch.Tensor:
+    return torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def file(content: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ring") / "weights"
+    path.write_bytes(content.numpy().tobytes())
+    return path
+
+
+@pytest.fixture(params=["buffered", "direct", "auto"])
+def ring(request: Any) -> Iterator[Ring]:
+    ring = Ring(CPU, threads=3, chunk=1 << 20, reader=request.param)
+    yield ring
+    ring.close()
+
+
+def test_bytes_of_many_pieces(ring: Ring, file: Path, content: torch.Tensor) -> None:
+    """In any order, across chunks, in gaps, twice, at odd offsets, up to the last byte."""
+    places = [(5_000_003, SIZE - 5_000_003), (0, 1), (1, 3_333_333), (7, 10), (4_000_000, PAGE), (SIZE, 0)]
+    targets = [torch.full((size,), 0xFF, dtype=torch.uint8) for _, size in places]
+    for _ in range(2):  # buffers are used again
+        ring.read({file: [Piece(offset, target) for (offset, _), target in zip(places, targets, strict=True)]})
+        for (offset, size), target in zip(places, targets, strict=True):
+            assert torch.equal(target, content[offset : offset + size])
+            target.fill_(0xFF)
+
+
+def test_targets_of_any_type(ring: Ring, file: Path, content: torch.Tensor) -> None:
+    target = torch.empty(100, 3, dtype=torch.bfloat16)
+    ring.read({file: [Piece(11, target)]})
+    assert torch.equal(target.view(-1).view(torch.uint8), content[11:611])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    pad=st.lists(st.integers(0, 3000), min_size=3, max_size=3),
+    offset=st.integers(0, 5000),
+    transposed=st.booleans(),
+    wide=st.booleans(),
+)
+def test_elements_that_lie_apart(
+    file: Path, content: torch.Tensor, shape: list[int], pad: list[int], offset: int, transposed: bool, wide: bool
+) -> None:
+    """A slice of columns, a transposed matrix and the like; also converted to another type."""
+    stride, step = [], 1
+    for size, more in zip(reversed(shape), pad, strict=False):
+        stride.insert(0, step)
+        step = size * step + more
+    if transposed:
+        shape, stride = shape[::-1], stride[::-1]
+    dtype = torch.int16
+    needed = (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * 2
+    if offset + needed > SIZE:
+        return
+    source = content[offset : offset + needed].clone().view(dtype).as_strided(shape, stride)
+    target = torch.zeros([*shape[:-1], 2 * shape[-1]], dtype=torch.int64 if wide else dtype)[..., ::2]
+    ring = Ring(CPU, threads=2, chunk=2 * PAGE)
+    ring.read({file: [Piece(offset, target, tuple(stride), dtype)]})
+    ring.close()
+    assert torch.equal(target, source.to(target.dtype))
+
+
+def test_several_files(ring: Ring, file: Path, content: torch.Tensor, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"abc")
+    first, second = torch.empty(10, dtype=torch.uint8), torch.empty(2, dtype=torch.uint8)
+    ring.read({file: [Piece(1, first)], other: [Piece(1, second)]})
+    assert torch.equal(first, content[1:11]) and bytes(second.tolist()) == b"bc"
+
+
+def test_a_file_that_is_too_short(ring: Ring, file: Path) -> None:
+    """As if somebody had truncated it: an error, not a dead process; and the ring goes on working."""
+    with pytest.raises(OSError, match=rf"{file} ends at byte {SIZE}; {SIZE + 1} are needed"):
+        ring.read({file: [Piece(0, torch.empty(SIZE + 1, dtype=torch.uint8))]})
+    target = torch.empty(4, dtype=torch.uint8)
+    ring.read({file: [Piece(0, target)]})
+
+
+def test_an_error_of_the_disk(ring: Ring, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preadv(fd: int, *args: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(OSError, match=rf"Input/output error at byte 0: .*{file.name}") as caught:
+        ring._pool or ring.prepare()
+        ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+    assert caught.value.errno == 5
+
+
+def test_a_file_that_is_gone(ring: Ring, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ring.read({tmp_path / "gone": [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+
+
+def test_reads_that_bring_less_than_asked(ring: Ring, file: Path, content: torch.Tensor, monkeypatch: Any) -> None:
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, *flags: real(fd, [buffers[0][:PAGE]], at, *flags))
+    target = torch.empty(100_000, dtype=torch.uint8)
+    ring.read({file: [Piece(3, target)]})
+    assert torch.equal(target, content[3:100_003])
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "threads", "chunk", "expected"),
+    [
+        (512 << 20, 16, 0, (16, 8 << 20)),
+        (64 << 20, 16, 0, (16, 2 << 20)),
+        (8 << 20, 16, 0, (4, 1 << 20)),
+        (512 << 20, 2, 4 << 20, (2, 4 << 20)),
+        (16 << 20, 8, 4 << 20, (2, 4 << 20)),
+    ],
+)
+def test_size(max_bytes: int, threads: int, chunk: int, expected: tuple[int, int]) -> None:
+    ring = Ring(CPU, max_bytes, threads, chunk)
+    assert (ring.threads, ring.chunk) == expected
+    assert ring.nbytes == 0
+    ring.prepare()
+    assert ring.nbytes == 2 * ring.threads * ring.chunk <= max_bytes
+    ring.close()
+    assert ring.nbytes == 0
+
+
+def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    assert [threads_for(ranks) for ranks in (1, 2, 8, 64)] == [16, 14, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("reader", "in_cache", "direct", "warmed"),
+    [
+        ("buffered", False, False, False),
+        ("direct", True, True, False),
+        ("direct", False, True, False),
+        ("auto", True, False, False),
+        ("auto", False, True, True),
+    ],
+)
+def test_past_the_page_cache(
+    reader: Any, in_cache: bool, direct: bool, warmed: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is not there is read past it, and brought there for the next time."""
+    monkeypatch.setattr(ring_module, "resident", lambda fd: in_cache)
+    flags: list[int] = []
+    warm: list[Path] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, given: flags.append(given) or real(path, given))
+    ring = Ring(CPU, threads=1, reader=reader)
+    monkeypatch.setattr(ring, "warm", warm.extend)
+    ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+    ring.close()
+    assert bool(flags[-1] & os.O_DIRECT) is direct
+    assert warm == ([file] if warmed else [])
+
+
+@pytest.mark.parametrize(
+    ("in_cache", "memory", "reads"), [(False, 4 * SIZE, True), (True, 4 * SIZE, False), (False, SIZE, False)]
+)
+def test_warming_reads_what_is_missing_and_has_room(
+    in_cache: bool, memory: int, reads: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "resident", lambda fd: in_cache)
+    monkeypatch.setattr(ring_module, "available_memory", lambda: memory)
+    got: list[int] = []
+
+    class Counted:
+        """The event that ends it: asked before every block."""
+
+        def is_set(self) -> bool:
+            got.append(1)
+            return len(got) > 5
+
+    ring_module._warm([file], Counted())  # type: ignore[arg-type]
+    assert len(got) == (SIZE // (8 << 20) + 2 if reads else 0)
+
+
+def test_warming_ends_with_the_next_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(ring_module, "_warm", lambda paths, ends: given.append((paths, ends)))
+    ring = Ring(CPU, threads=1)
+    ring.warm([file])
+    while not given:
+        pass
+    (paths, ends) = given[0]
+    assert paths == (file,) and not ends.is_set()
+    ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+    assert ends.is_set()
+    ring.close()
+
+
+def test_warming_a_file_that_is_gone_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ring_module._warm([tmp_path / "gone"], threading.Event())
+    assert "reading it when it is needed may be slow" in caplog.text
+
+
+def test_whether_a_file_is_in_the_page_cache(file: Path) -> None:
+    with file.open("rb") as opened:
+        opened.read()
+        assert resident(opened.fileno())
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if resident(opened.fileno()):
+            pytest.skip("this file system keeps its files in memory")

@@ -1,0 +1,675 @@
+"""Snapshots of tensors on the CPU: what is written, what fits, what is read back, and what goes wrong on the way."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from vllm_lora_reload import SnapshotError, keeper, snapshot
+from vllm_lora_reload.keeper import SnapshotKeeper
+from vllm_lora_reload.ring import Ring
+from vllm_lora_reload.snapshot import (
+    Engine,
+    Lock,
+    Manifest,
+    Snapshot,
+    Storage,
+    digests_of,
+    file_states,
+    storages,
+    write,
+)
+from vllm_lora_reload.tensors import storage_key
+
+CPU = torch.device("cpu")
+ENGINE = Engine("org/model", "0.30.0", "torch.bfloat16", None, {"tp": [0, 2], "pp": [0, 1]})
+
+
+def named() -> dict[str, torch.Tensor]:
+    """Tied, transposed, strided, empty, a view of a larger storage, of an odd number of bytes, and a scalar."""
+    generator = torch.Generator().manual_seed(1)
+    embed = torch.randn(500, 8, generator=generator).bfloat16()
+    fused = torch.randn(6, 400, generator=generator)
+    return {
+        "embed.weight": embed,
+        "fused.weight": fused.t(),
+        "head.weight": embed,
+        "part.weight": torch.randn(100, generator=generator)[10:20],
+        "odd": torch.arange(13, dtype=torch.uint8),
+        "scale": torch.tensor(0.5),
+        "empty": torch.empty(0),
+        "flag": torch.tensor([True, False]),
+    }
+
+
+def found(tensors: dict[str, torch.Tensor], kept: tuple[str, ...] = ("scale",)) -> list[Storage]:
+    return storages(tensors.items(), CPU, set(), {storage_key(tensors[name]) for name in kept if name in tensors})
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    ring = Ring(CPU, threads=2, chunk=1 << 20)
+    yield ring
+    ring.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return ENGINE.folder(tmp_path) / f"{ENGINE.rank}.json"
+
+
+def test_storages_are_listed_once_under_all_their_names() -> None:
+    tensors = named()
+    listed = found(tensors)
+    assert [list(storage.tensors) for storage in listed] == [
+        ["embed.weight", "head.weight"],
+        ["fused.weight"],
+        ["part.weight"],
+        ["odd"],
+        ["scale"],
+        ["flag"],
+    ]
+    assert [storage.loaded for storage in listed] == [True, True, True, True, False, True]
+    assert listed[2].memory.numel() == 400  # all of the storage, not only the view
+    lora = {storage_key(tensors["odd"])}
+    assert "odd" not in [storage.name for storage in storages(tensors.items(), CPU, lora, set())]
+    meta = {"meta": torch.empty(3, device="meta")}
+    assert storages(meta.items(), CPU, set(), set()) == []
+
+
+def test_written_and_read_back(path: Path, ring: Ring) -> None:
+    tensors = named()
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    listed = found(tensors, kept=())
+    whole = [storage.memory.clone() for storage in listed]
+    write(path, ENGINE, listed, digests_of(listed))
+    taken = Snapshot.find(path, ENGINE, listed, digests_of(listed))
+    for storage in listed:
+        storage.memory.fill_(0xFF)
+    assert taken.restore(listed, ring) == sum(storage.memory.numel() for storage in listed)
+    taken.check(listed)
+    assert all(torch.equal(storage.memory, before) for storage, before in zip(listed, whole, strict=True))
+    assert all(torch.equal(tensors[name], value) for name, value in values.items())
+
+
+def test_the_file_is_safetensors(path: Path) -> None:
+    tensors = named()
+    taken = write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    with safe_open(taken.file, "pt") as opened:
+        assert set(opened.keys()) == {"embed.weight", "fused.weight", "part.weight", "odd", "scale", "flag"}
+        for name in ("embed.weight", "odd", "scale", "flag"):
+            assert torch.equal(opened.get_tensor(name), tensors[name])
+        assert opened.get_tensor("part.weight").shape == (400,)  # bytes, where a tensor is not all of its storage
+        assert opened.get_tensor("fused.weight").numel() == 9600
+    assert taken.manifest.entries[0].offset % 4096 == 0
+
+
+def test_manifest_says_what_is_where(path: Path) -> None:
+    listed = found(named())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    read = Manifest.read(path)
+    assert read == taken.manifest
+    assert read.engine == ENGINE and read.size == taken.file.stat().st_size
+    entry = read.entries[1]
+    assert entry.tensors == [
+        {"name": "fused.weight", "shape": [400, 6], "stride": [1, 400], "dtype": "float32", "storage_offset": 0}
+    ]
+    content = taken.file.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+    assert content == listed[1].memory.numpy().tobytes()
+    assert read.digests() == digests_of(listed)
+    assert [entry.loaded for entry in read.entries] == [True, True, True, True, False, True]
+
+
+def test_large_tensors_go_in_blocks(path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_WRITE", 8192)
+    tensors = {"a": torch.randn(7000), "b": torch.randn(3), "c": torch.randn(5001)}
+    listed = found(tensors, kept=())
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    write(path, ENGINE, listed, digests_of(listed))
+    for tensor in tensors.values():
+        tensor.fill_(-1)
+    Snapshot.find(path, ENGINE, listed, [e.digest for e in Manifest.read(path).entries]).restore(listed, ring)
+    assert all(torch.equal(tensors[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (replace(ENGINE, release="0.31.0"), r"taken with release '0.30.0', and this is '0.31.0'"),
+        (replace(ENGINE, dtype="torch.float16"), "dtype"),
+        (replace(ENGINE, quantization="awq"), "quantization None, and this is 'awq'"),
+        (replace(ENGINE, model="org/other"), "model"),
+        (replace(ENGINE, place={"tp": [1, 2], "pp": [0, 1]}), "place"),
+    ],
+)
+def test_of_another_engine(path: Path, engine: Engine, message: str) -> None:
+    listed = found(named())
+    write(path, ENGINE, listed, digests_of(listed))
+    with pytest.raises(SnapshotError, match=f"is not used: it was taken with .*{message}|{message}"):
+        Snapshot.find(path, engine, listed, digests_of(listed))
+
+
+def _other_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["embed.weight"] = tensors["embed.weight"].view(250, 16)
+
+
+def _other_dtype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["odd"] = tensors["odd"].view(torch.int8)
+
+
+def _other_stride(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fused.weight"] = tensors["fused.weight"].contiguous()
+
+
+def _untied(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["head.weight"] = tensors["head.weight"].clone()
+
+
+def _one_less(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["flag"]
+
+
+@pytest.mark.parametrize("change", [_other_shape, _other_dtype, _other_stride, _untied, _one_less])
+def test_of_another_layout(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = named()
+    write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    change(tensors)
+    with pytest.raises(SnapshotError, match=r"is not used: "):
+        Snapshot.find(path, ENGINE, found(tensors), digests_of(found(tensors)))
+
+
+def test_of_other_weights(path: Path) -> None:
+    tensors = named()
+    write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    tensors["head.weight"][3, 3] += 1
+    with pytest.raises(SnapshotError, match=r"other weights were loaded, 1 tensors \(embed.weight\) differ"):
+        Snapshot.find(path, ENGINE, found(tensors), digests_of(found(tensors)))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 99}', '{"format": 1, "engine": {}}'])
+def test_an_unreadable_manifest(path: Path, content: str) -> None:
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(SnapshotError, match=f"{path.name}.*(cannot be read|has format 99)"):
+        Snapshot.find(path, ENGINE, [], [])
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def _flip(file: Path) -> None:
+    """One bit, with the time of the last change put back."""
+    stat = file.stat()
+    content = bytearray(file.read_bytes())
+    content[-10] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def _touch(file: Path) -> None:
+    os.utime(file)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (Path.unlink, "is gone"),
+        (_cut, "has changed since it was written"),
+        (_touch, "has changed since it was written"),
+        (_flip, r"is damaged: 1 tensors \(odd\) came back with other bytes"),
+    ],
+)
+def test_a_file_that_changed(path: Path, ring: Ring, harm: Callable[[Path], None], message: str) -> None:
+    listed = found(named())
+    write(path, ENGINE, listed, digests_of(listed))
+    taken = Snapshot.find(path, ENGINE, listed, digests_of(listed))
+    harm(taken.file)
+    with pytest.raises(SnapshotError, match=message):
+        taken.restore(listed, ring)
+        taken.check(listed)
+
+
+def test_what_no_load_brings_stays_as_it_is(path: Path, ring: Ring) -> None:
+    """Also if the file is damaged just there: whoever loads the checkpoint instead could not mend it."""
+    tensors = named()
+    listed = found(tensors)
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    tensors["scale"].fill_(7)
+    taken.restore(listed, ring)
+    taken.check(listed)
+    assert tensors["scale"] == 7
+
+
+def test_a_sample_is_checked(path: Path) -> None:
+    tensors = {f"t{n}": torch.full((4,), n) for n in range(8)}
+    listed = found(tensors, kept=())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    tensors["t5"].fill_(9)
+    for first in range(4):
+        with pytest.raises(SnapshotError, match="t5") if first == 1 else contextlib.nullcontext():
+            taken.check(listed, every=4, first=first)
+
+
+@pytest.mark.parametrize("when", ["before", "midway"])
+def test_a_full_disk(path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left, and the old snapshot is still good."""
+    tensors = named()
+    old = write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    tensors["odd"] += 1
+    listed = found(tensors)
+    if when == "before":
+        usage = SimpleNamespace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    else:
+        monkeypatch.setattr(snapshot, "_WRITE", 4096)
+        real = os.pwrite
+
+        def pwrite(fd: int, data: Any, at: int) -> int:
+            if at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(fd, data, at)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(path, ENGINE, listed, digests_of(listed))
+    assert caught.value.errno == errno.ENOSPC
+    assert {file.name for file in path.parent.iterdir()} == {path.name, old.file.name}
+    assert Manifest.read(path) == old.manifest
+
+
+def test_a_new_one_takes_the_place_of_the_old(path: Path) -> None:
+    tensors = named()
+    old = write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    tensors["odd"] += 1
+    new = write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    assert {file.name for file in path.parent.iterdir()} == {path.name, new.file.name}
+    assert new.file != old.file
+
+
+def test_one_folder_for_each_kind_of_engine(tmp_path: Path) -> None:
+    kinds = [
+        ENGINE,
+        replace(ENGINE, model="elsewhere/model"),
+        replace(ENGINE, dtype="torch.float16"),
+        replace(ENGINE, quantization="fp8"),
+        replace(ENGINE, place={"tp": [0, 4], "pp": [0, 1]}),
+    ]
+    assert len({engine.folder(tmp_path) for engine in kinds}) == len(kinds)
+    other_rank = replace(ENGINE, place={"tp": [1, 2], "pp": [0, 1]})
+    assert other_rank.folder(tmp_path) == ENGINE.folder(tmp_path) and other_rank.rank != ENGINE.rank
+    assert replace(ENGINE, release="0.31.0").folder(tmp_path) == ENGINE.folder(tmp_path)
+
+
+def test_one_writer_at_a_time(path: Path) -> None:
+    first, second = Lock(path), Lock(path)
+    assert first.take()
+    left = path.with_name(f".{path.stem}-0.safetensors.99.part")
+    left.touch()
+    assert not second.take() and left.exists()
+    first.release()
+    assert second.take() and not left.exists()
+    second.release()
+
+
+def test_states_of_a_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_text("a")
+    before = file_states([file])
+    assert before == file_states([file]) and list(before) == [file]
+    file.write_text("b")
+    os.utime(file, ns=(1, 1))
+    assert file_states([file]) != before
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        file_states([file])
+
+
+# --- The keeper ---------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A keeper and the tensors that it keeps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        when: Literal["once", "always", "never"] = "once",
+        engine: Engine = ENGINE,
+        verify: Literal["off", "sample", "full"] = "full",
+    ) -> None:
+        self.tensors = named()
+        self.ring = Ring(CPU, threads=1, chunk=1 << 20)
+        self.keeper = SnapshotKeeper(folder, engine, when, verify, self.ring, lambda: found(self.tensors), CPU)
+
+    def start(self) -> "Worker":
+        self.keeper.started()
+        return self
+
+    def wait(self) -> dict[str, Any]:
+        until = time.monotonic() + 10
+        while self.keeper.writing:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        return self.keeper.state()
+
+    def change(self) -> None:
+        """A load that brings another value."""
+        self.keeper.hold()
+        self.tensors["odd"] += 1
+        self.keeper.loaded()
+        self.keeper.release(True)
+
+    def sleep(self) -> None:
+        self.keeper.hold()
+        self.keeper.compare()
+        for storage in found(self.tensors):
+            if storage.loaded:
+                storage.memory.fill_(0xFF)
+
+    def right(self, **other: Any) -> bool:
+        return all(torch.equal(self.tensors[name], value) for name, value in (named() | other).items())
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "_SETTLED", 0.0)
+
+
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Writing in blocks of a page, which waits before the second until it is told to go on."""
+    pace = SimpleNamespace(reached=threading.Event(), go=threading.Event(), blocks=0)
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        pace.blocks += 1
+        if pace.blocks == 2:
+            pace.reached.set()
+            assert pace.go.wait(10)
+        return real(fd, data, at)
+
+    monkeypatch.setattr(snapshot, "_WRITE", 4096)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    yield pace
+    pace.go.set()
+
+
+def test_written_once_then_found(tmp_path: Path) -> None:
+    first = Worker(tmp_path).start()
+    state = first.wait()
+    assert state["state"] == "valid" and state["seconds"] > 0 and state["reason"] is None
+    assert state["bytes"] == Path(state["path"]).stat().st_size
+    second = Worker(tmp_path).start()
+    assert second.wait() == state | {"seconds": None}
+    for worker in (first, second):
+        for _ in range(2):
+            worker.sleep()
+            assert worker.keeper.usable and worker.keeper.of_checkpoint and not worker.right()
+            restored = worker.keeper.restore()
+            assert worker.right() and restored["source"] == "snapshot" and restored["bytes"] > 1000
+            assert 0 < restored["verify_seconds"] < restored["seconds"]
+            assert worker.keeper.holds()
+            worker.keeper.release(True)
+            assert not worker.keeper.usable  # only for the sleep that it was compared at
+
+
+def test_never_written_by_itself(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, "never").start()
+    state = worker.wait()
+    assert (state["state"], state["reason"]) == ("none", "none has been written")
+    assert not list(tmp_path.iterdir())
+    assert worker.ring.nbytes == 0
+    assert worker.keeper.take()["state"] == "valid"
+    assert Worker(tmp_path, "never").start().wait()["state"] == "valid"
+
+
+def test_a_reload_may_make_other_tensors_beside_the_loaded(tmp_path: Path) -> None:
+    """vLLM replaces what layers keep as plain attributes, outside the weights pool then."""
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    del worker.tensors["scale"]
+    worker.sleep()
+    assert worker.keeper.usable
+    worker.keeper.restore()
+    assert worker.keeper.holds()
+
+
+def test_one_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
+    Worker(tmp_path).start().wait()
+    other = replace(ENGINE, release="0.31.0")
+    state = Worker(tmp_path, "never", other).start().wait()
+    assert state["state"] == "none" and "taken with release '0.30.0'" in state["reason"]
+    assert Worker(tmp_path, "once", other).start().wait()["state"] == "valid"  # written anew
+    assert Worker(tmp_path, "never").start().wait()["state"] == "none"
+
+
+def test_stale_after_a_load(tmp_path: Path) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.change()
+    worker.sleep()
+    assert not worker.keeper.usable
+    assert worker.keeper.state()["reason"].startswith("other weights were loaded since it was written: 1 tensors (odd)")
+
+
+def test_a_load_of_the_same_leaves_it_good(tmp_path: Path) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.keeper.hold()
+    worker.keeper.loaded()
+    worker.keeper.release(True)
+    worker.sleep()
+    assert worker.keeper.usable
+
+
+def test_taken_anew_after_every_load(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, "always").start()
+    worker.wait()
+    worker.change()
+    changed = worker.tensors["odd"].clone()
+    worker.wait()
+    worker.sleep()
+    assert worker.keeper.usable and not worker.keeper.of_checkpoint
+    worker.keeper.restore()
+    assert worker.right(odd=changed) and not worker.keeper.holds()
+
+
+def test_taken_on_request(tmp_path: Path) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.change()
+    assert worker.keeper.take()["state"] == "valid"
+    worker.sleep()
+    assert worker.keeper.usable
+    state = worker.keeper.take()
+    assert state["reason"] == "base weights are missing or asleep"
+
+
+def test_what_no_load_brings_may_change(tmp_path: Path) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.tensors["scale"].fill_(3)
+    worker.sleep()
+    assert worker.keeper.usable
+    worker.keeper.restore()
+    assert worker.right(scale=torch.tensor(3.0))
+
+
+def test_sleep_in_the_middle_of_writing(tmp_path: Path, pace: SimpleNamespace) -> None:
+    """It does not wait for the disk. When the same weights are back, the writer goes on where it was."""
+    worker = Worker(tmp_path).start()
+    assert pace.reached.wait(10)
+    worker.sleep()
+    assert not worker.keeper.usable
+    pace.go.set()
+    time.sleep(0.1)
+    assert worker.keeper.writing and pace.blocks == 2  # held up
+    for storage, value in zip(found(worker.tensors), found(named()), strict=True):
+        storage.memory.copy_(value.memory)
+    worker.keeper.release(True)
+    assert worker.wait()["state"] == "valid"
+    worker.sleep()
+    worker.keeper.restore()
+    assert worker.right()
+
+
+def test_not_released_before_weights_are_complete(tmp_path: Path, pace: SimpleNamespace) -> None:
+    worker = Worker(tmp_path).start()
+    assert pace.reached.wait(10)
+    worker.sleep()
+    worker.keeper.release(False)
+    pace.go.set()
+    time.sleep(0.1)
+    assert pace.blocks == 2
+
+
+@pytest.mark.parametrize("when", ["once", "always"])
+def test_other_weights_in_the_middle_of_writing(tmp_path: Path, pace: SimpleNamespace, when: Any) -> None:
+    """No file ever holds parts of two versions."""
+    worker = Worker(tmp_path, when).start()
+    assert pace.reached.wait(10)
+    worker.change()
+    pace.go.set()
+    state = worker.wait()
+    if when == "once":
+        assert state["state"] == "none" and "changed while they were written" in state["reason"]
+        assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
+        return
+    changed = worker.tensors["odd"].clone()
+    worker.sleep()
+    worker.keeper.restore()
+    assert worker.right(odd=changed)
+
+
+def test_changed_without_a_load_in_the_middle_of_writing(tmp_path: Path, pace: SimpleNamespace) -> None:
+    """Whoever writes into parameters by hand: what was written does not fit then, and is not used."""
+    worker = Worker(tmp_path).start()
+    assert pace.reached.wait(10)
+    worker.tensors["odd"] += 1
+    pace.go.set()
+    worker.wait()
+    worker.sleep()
+    assert not worker.keeper.usable
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    worker = Worker(tmp_path).start()
+    state = worker.wait()
+    assert state["state"] == "none" and "No space left" in state["reason"]
+    worker.sleep()
+    assert not worker.keeper.usable
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    state = Worker(tmp_path / "file").start().wait()
+    assert state["state"] == "none" and "NotADirectoryError" in state["reason"]
+
+
+@pytest.mark.parametrize("verify", ["full", "off"])
+def test_damage_is_noticed_if_verified(tmp_path: Path, verify: Any) -> None:
+    worker = Worker(tmp_path, verify=verify).start()
+    _flip(Path(worker.wait()["path"]))
+    worker.sleep()
+    if verify == "off":
+        worker.keeper.restore()
+        assert not worker.right()
+        return
+    with pytest.raises(SnapshotError, match="is damaged"):
+        worker.keeper.restore()
+    assert worker.keeper.state()["state"] == "none" and "is damaged" in worker.keeper.state()["reason"]
+    worker.tensors = named()  # loaded
+    worker.keeper.loaded()
+    worker.keeper.release(True)
+    assert worker.wait()["state"] == "valid"  # not the damaged one
+    worker.sleep()
+    worker.keeper.restore()
+    assert worker.right()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("CUDA error")])
+def test_a_file_that_cannot_be_read_is_not_taken_up_again(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not the file's fault leaves it alone."""
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.sleep()
+
+    def read(wanted: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(worker.ring, "read", read)
+    with pytest.raises(type(error)):
+        worker.keeper.restore()
+    assert worker.keeper._path.exists() is not isinstance(error, OSError)
+
+
+def test_the_manifest_of_another_engine_stays(path: Path) -> None:
+    tensors = named()
+    old = write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    tensors["odd"] += 1
+    new = write(path, ENGINE, found(tensors), digests_of(found(tensors)))
+    old.forget()
+    assert Manifest.read(path) == new.manifest
+    new.forget()
+    assert not path.exists()
+
+
+def test_sampling_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is looked at once in so many restores."""
+    monkeypatch.setattr(keeper, "_SAMPLE", 3)
+    worker = Worker(tmp_path, verify="sample").start()
+    worker.wait()
+    seen = []
+    real = snapshot.digests
+    for _ in range(3):
+        worker.sleep()
+        monkeypatch.setattr(snapshot, "digests", lambda tensors: seen.append(len(tensors)) or real(tensors))
+        worker.keeper.restore()
+        monkeypatch.setattr(snapshot, "digests", real)
+        worker.keeper.release(True)
+    assert seen == [2, 1, 2]
+
+
+def test_two_engines_share_what_one_writes(tmp_path: Path, pace: SimpleNamespace) -> None:
+    first = Worker(tmp_path).start()
+    assert pace.reached.wait(10)
+    second = Worker(tmp_path).start()
+    pace.go.set()
+    states = [first.wait(), second.wait()]
+    assert [state["state"] for state in states] == ["valid", "valid"]
+    assert states[0]["path"] == states[1]["path"] and states[1]["seconds"] is None
+    assert pace.blocks == 1 + -(-sum(storage.memory.numel() for storage in found(named())) // 4096)
+
+
+def test_closed_while_asleep(tmp_path: Path, pace: SimpleNamespace) -> None:
+    worker = Worker(tmp_path).start()
+    assert pace.reached.wait(10)
+    worker.sleep()
+    pace.go.set()
+    worker.keeper.close()
+    assert worker.keeper._thread is not None and not worker.keeper._thread.is_alive()
+    assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
+
+
+def test_manifest_is_json_for_people(path: Path) -> None:
+    listed = found(named())
+    write(path, ENGINE, listed, digests_of(listed))
+    content = json.loads(path.read_text())
+    assert content["engine"]["place"] == {"tp": [0, 2], "pp": [0, 1]}
+    assert set(content) == {"engine", "file", "size", "mtime_ns", "entries", "fingerprint", "format"}
