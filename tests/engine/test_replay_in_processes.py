@@ -12,7 +12,10 @@ def check(report: Report, ranks: int = 1) -> None:
     assert [cycle.restored for cycle in report.cycles] == [["checkpoint"] * ranks] * 2
 
 
-@pytest.mark.parametrize("family", ["minicpm", "qwen3_tied", "gemma3", "phi3", "opt"])
+@pytest.mark.parametrize(
+    "family",
+    ["minicpm", "qwen3_tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "phi3", "opt"))],
+)
 def test_family(family: str) -> None:
     """A flat loop, tied embeddings, shards that the checkpoint has fused, biases."""
     check(run(Scenario(family=family)))
@@ -28,6 +31,7 @@ def test_two_ranks() -> None:
     check(report, ranks=2)
 
 
+@pytest.mark.slow
 def test_setting_off() -> None:
     report = run(Scenario(cycles=1), VLLM_LORA_RELOAD_REPLAY="off")
     assert report.right, report

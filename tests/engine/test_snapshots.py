@@ -95,6 +95,14 @@ def test_cycles_without_a_load(engine: Engine) -> None:
         away.rename(engine.checkpoint)
 
 
+def test_single_tensors_can_be_loaded_after_it(engine: Engine) -> None:
+    """None counts as missing any more."""
+    engine.lose_weights()
+    name, tensor = next(iter(engine.checkpoint_tensors().items()))
+    engine.model.load_weights([(name, tensor)])
+    engine.assert_whole()
+
+
 @pytest.mark.usefixtures("no_loader")
 def test_reload_after_it_is_a_no_op(engine: Engine) -> None:
     engine.lose_weights()
@@ -230,7 +238,7 @@ def test_without_the_setting(shared_engine: Engine) -> None:
     "scenario",
     [
         Scenario(engine={"tensor_parallel_size": 2}),
-        Scenario(family="qwen3_tied"),
+        pytest.param(Scenario(family="qwen3_tied"), marks=pytest.mark.slow),
         Scenario(quantization="awq"),
     ],
     ids=["two ranks", "tied", "awq"],

@@ -89,13 +89,19 @@ def walk(python: str = sys.executable, only: list[str] | None = None) -> dict[st
 def verdict(row: Row) -> str:
     """What came of the reload with this package, or the group of reasons why it was not tried.
 
+    From tensors handed over, from disk and from a snapshot; if they differ, what is not exact.
+
     ``exact``: every tensor is as before. ``refused``, ``silent``: not so, but neither with vLLM alone and LoRA off;
     requests are then refused, or not. ``raises`` (or a failed load left the model torn), ``differs``: not so because
     of LoRA. ``false alarm``: all is well, but requests are refused.
     """
     if "ours" not in row:
         return str(row["group"])
-    seen, plain = row["ours"], row.get("plain", {})
+    found = [_verdict(row[way], row.get("plain", {})) for way in ("ours", "disk", "snapshot") if way in row]
+    return next((one for one in found if one != "exact"), "exact")
+
+
+def _verdict(seen: dict[str, Any], plain: dict[str, Any]) -> str:
     if "error" in seen:
         survived = seen["refuses"] and not seen["meta"] and not seen["rewrapped"]
         return "refused" if "error" in plain and survived else "raises"
@@ -107,6 +113,17 @@ def verdict(row: Row) -> str:
     if any(seen[key] for key in rest) or not also_plain:
         return "differs"
     return "refused" if seen["refuses"] else "silent"
+
+
+def way_verdict(row: Row, way: str) -> str:
+    """What came of ``disk`` or ``snapshot``, and who brought the weights back."""
+    if way not in row:
+        return ""
+    seen = row[way]
+    rest = (seen.get("plan") or {}).get("rest")
+    by = {None: "loader", "checkpoint": f"plan, {rest} by the loader" if rest else "plan"}
+    how = by.get(seen.get("restored"), seen.get("restored"))
+    return f"{_verdict(seen, row.get('plain', {}))} ({how})"
 
 
 def stock_verdict(row: Row) -> str:
@@ -137,6 +154,12 @@ def summary(release: str, rows: dict[str, Row]) -> str:
         f"{stock['adapters lost']} lose LoRA state, {stock['exact']} are exact. Not built: {len(rows) - built}:",
         "",
     ]
+    ways = [(way_verdict(row, "disk"), way_verdict(row, "snapshot")) for row in rows.values()]
+    lines.insert(
+        1,
+        f"From disk, {sum('exact (plan' in disk for disk, _ in ways)} come back exactly by the plan of the first load; "
+        f"from a snapshot {sum('exact (snapshot)' in snapshot for _, snapshot in ways)}.\n",
+    )
     lines += [f"- {counts[group]}: {text}" for group, text in GROUPS.items() if counts[group]]
     return "\n".join(lines)
 
@@ -165,7 +188,13 @@ def table(results: dict[str, dict[str, Row]]) -> str:
     """The text of ``docs/models.md``."""
     head = ["architecture", "model file"]
     for release in results:
-        head += [f"{release} loads by", f"{release} stock", f"{release} with"]
+        head += [
+            f"{release} loads by",
+            f"{release} stock",
+            f"{release} with",
+            f"{release} from disk",
+            f"{release} snapshot",
+        ]
     head.append("remark")
     lines = [
         "# Models",
@@ -174,8 +203,11 @@ def table(results: dict[str, dict[str, Row]]) -> str:
         "at the smallest size that its config allows, with random weights, built and loaded on the CPU by the "
         "release's own loader, wrapped for LoRA with one adapter; towers too where the model can. No forward pass. "
         "MoE and MLA layers are those that a GPU would get. Then everything allocated while loading is overwritten, "
-        "buffers are restored as vLLM's wake-up does, and weights are reloaded through `reload_weights`. *stock*: "
-        "vLLM alone. *with*: this package. `exact`: all tensors have the bytes they had. `refused`, `silent`: "
+        "buffers are restored as vLLM's wake-up does, and weights are reloaded through `reload_weights`, with tensors "
+        "handed over. *stock*: vLLM alone. *with*: this package. *from disk*: this package, `reload_weights()`, and "
+        "whether the plan of the first load or vLLM's loader brought the weights. *snapshot*: this package, nothing "
+        "but the wake-up. `exact`: all tensors have the bytes "
+        "they had. `refused`, `silent`: "
         "not so, but neither when vLLM reloads the model with LoRA off; this package then refuses requests, or does "
         "not notice. `raises`, `differs`, `false alarm`: its faults.",
         "",
@@ -191,14 +223,18 @@ def table(results: dict[str, dict[str, Row]]) -> str:
         file = next((row["file"] for row in found if row and "file" in row), "")
         cells = [name, file.removeprefix("vllm.model_executor.models.")]
         for row in found:
-            cells += ["-"] * 3 if row is None else [row.get("loads", ""), stock_verdict(row), _verdict_cell(row)]
+            shown = ["-"] * 5
+            if row is not None:
+                ways = [way_verdict(row, way) for way in ("disk", "snapshot")]
+                shown = [row.get("loads", ""), stock_verdict(row), _verdict_cell(row), *ways]
+            cells += shown
         remarks = dict.fromkeys(filter(None, map(_remark, found)))
         lines.append("| " + " | ".join(_cell(cell) for cell in [*cells, "; ".join(remarks)]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _verdict_cell(row: Row) -> str:
-    return verdict(row) if "ours" in row else "not built"
+    return _verdict(row["ours"], row.get("plain", {})) if "ours" in row else "not built"
 
 
 def main() -> None:

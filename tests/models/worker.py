@@ -367,15 +367,18 @@ def add_adapter(runner: Any) -> None:
     manager.activate_adapter(7)
 
 
-def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str) -> dict[str, Any]:
+def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str, way: str = "given") -> dict[str, Any]:
     """Load, wrap, lose everything that was allocated, wake up, reload.
 
     Args:
         mode: ``ours`` with this package, ``stock`` without it, ``plain`` without LoRA.
+        way: the reload is ``given`` the tensors, reads the checkpoint (``disk``), or is left out, since the wake-up has
+            a ``snapshot``.
 
     Returns:
         ``error`` and ``trace`` if the reload raised; else ``base``, ``lora`` and ``unnamed``: which tensors differ,
-        and ``refuses``: what this package would tell a request.
+        ``refuses``: what this package would tell a request, ``plan``: that of the first load, and ``restored``: what
+        it brought the weights back from.
     """
     from vllm.config import set_current_vllm_config
 
@@ -413,11 +416,18 @@ def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str) -> dict
     wrappers = inspector.wrapper_names()
     result: dict[str, Any] = dict(tensors=len(named), wrappers=len(wrappers), adapter=adapter_error)
     lora = _lora_storages(runner) if wrapped else set()
+    snapshots = tempfile.TemporaryDirectory()
+    if way == "snapshot":
+        with set_current_vllm_config(vllm_config):
+            take_snapshot(worker, vllm_config, Path(snapshots.name))
     worker.sleep(level=2)
     try:
         worker.wake_up(["weights"])
         with set_current_vllm_config(vllm_config), _unset_memory_marked():
-            runner.reload_weights((name, tensor.clone()) for name, tensor in tensors.items())
+            if way == "disk":
+                runner.reload_weights()
+            elif way == "given":
+                runner.reload_weights((name, tensor.clone()) for name, tensor in tensors.items())
     except Exception as error:
         if ours:
             result["refuses"] = worker.lora_reload_status()["error"]
@@ -425,7 +435,10 @@ def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str) -> dict
         result["rewrapped"] = inspector.wrapper_names() != wrappers
         return result | dict(error=f"{type(error).__name__}: {error}"[:500], trace=traceback.format_exc()[-4000:])
     if ours:
-        result["refuses"] = worker.lora_reload_status()["error"]
+        status = worker.lora_reload_status()
+        result["refuses"] = status["error"]
+        result["plan"] = status["replay"]
+        result["restored"] = (status["last_restore"] or {}).get("source")
     now = inspector._named_tensors()
     differ = [name for name in named if name not in now or _digest(now[name].untyped_storage()) != before[name]]
     result["lora"] = [name for name in differ if named[name].data_ptr() in lora]
@@ -434,6 +447,18 @@ def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str) -> dict
     result["moved"] = len({id(p) for p in runner.model.parameters()} ^ parameters)
     result["rewrapped"] = inspector.wrapper_names() != wrappers
     return result
+
+
+def take_snapshot(worker: Any, vllm_config: Any, folder: Path) -> None:
+    """As the worker of an engine with ``snapshot_dir`` does when it has warmed up."""
+    from vllm_lora_reload import seams
+    from vllm_lora_reload.keeper import SnapshotKeeper
+    from vllm_lora_reload.snapshot import Engine
+
+    state, engine = worker.lora_reload, Engine(**seams.identity(vllm_config))
+    state.keeper = SnapshotKeeper(folder, engine, "once", "full", state.ring, state.base_storages, CPU)
+    state.keeper.started()
+    state.keeper.take()
 
 
 def _lora_storages(runner: Any) -> set[int]:
@@ -523,6 +548,8 @@ def walk(architecture: str, cls: Any) -> dict[str, Any]:
                             raise NotBuildable("checkpoint", tensors)
                         checkpoint.write(folder, tensors)
                         row["ours"] = cycle(vllm_config, tensors, "ours")
+                        for way in ("disk", "snapshot"):
+                            row[way] = cycle(vllm_config, tensors, "ours", way)
                         row["stock"] = cycle(vllm_config, tensors, "stock")
                         if not exact(row["ours"]):
                             row["plain"] = cycle(vllm_config, tensors, "plain")

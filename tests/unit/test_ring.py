@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,28 @@ def test_an_error_of_the_disk(ring: Ring, file: Path, monkeypatch: pytest.Monkey
         ring._pool or ring.prepare()
         ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
     assert caught.value.errno == 5
+
+
+def test_after_an_error_no_thread_reads_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    failed = threading.Event()
+    real = os.preadv
+
+    def preadv(fd: int, buffers: Any, at: int, *flags: int) -> int:
+        if at == 0:
+            failed.set()
+            raise OSError(5, "Input/output error")
+        assert failed.wait(10)
+        reads.append(at)
+        time.sleep(0.05)
+        return real(fd, buffers, at, *flags)
+
+    ring = Ring(CPU, threads=2, chunk=PAGE, reader="buffered")
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(OSError, match="Input/output error"):
+        ring.read({file: [Piece(0, torch.empty(SIZE, dtype=torch.uint8))]})
+    ring.close()
+    assert len(reads) <= 1
 
 
 def test_a_file_that_is_gone(ring: Ring, tmp_path: Path) -> None:

@@ -475,6 +475,36 @@ def test_a_load_of_the_same_leaves_it_good(tmp_path: Path) -> None:
     assert worker.keeper.usable
 
 
+def test_another_layout_by_the_time_of_the_sleep(tmp_path: Path) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.tensors["more"] = torch.ones(3)
+    worker.sleep()
+    assert not worker.keeper.usable and "it has 5 tensors, and this model has 6" in worker.keeper.state()["reason"]
+
+
+def test_flushed_before_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File and manifest each before their rename, and the folder after it."""
+    log: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: log.append(Path(os.readlink(f"/proc/self/fd/{fd}")).suffix or "folder"))
+    real = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda part, to: log.append(f"rename {to.suffix}") or real(part, to))
+    write(path, ENGINE, found(named()), digests_of(found(named())))
+    assert log == [".part", "rename .safetensors", "folder", ".part", "rename .json", "folder"]
+
+
+def test_brought_into_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it was written, and after it was found."""
+    warmed: list[Path] = []
+    monkeypatch.setattr(Ring, "warm", lambda ring, paths: warmed.extend(paths))
+    for _ in range(2):
+        worker = Worker(tmp_path).start()
+        worker.wait()
+        assert worker.keeper._thread is not None
+        worker.keeper._thread.join(10)
+    assert [path.suffix for path in warmed] == [".safetensors"] * 2
+
+
 def test_taken_anew_after_every_load(tmp_path: Path) -> None:
     worker = Worker(tmp_path, "always").start()
     worker.wait()

@@ -500,6 +500,8 @@ def test_wake_up_restores_the_snapshot(kept: Any, log: Log) -> None:
     status = kept.lora_reload_status()
     assert status["state"] == "complete" and status["last_restore"]["source"] == "snapshot"
     assert not kept.lora_reload.keeper.held
+    kept.sleep(2)
+    assert kept.lora_reload_status()["last_restore"] is None  # gone again
 
 
 @pytest.mark.parametrize("level", [0, 1])
