@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ except ImportError:
 ROWS = 16
 COLUMNS = 512
 TILE_BYTES = ROWS * COLUMNS * 8
+BLOCK_BYTES = TILE_BYTES * 64  # stays in a core's cache
 WARPS = 8  # so each thread has 16 bytes of each row
 
 
@@ -96,21 +97,40 @@ def weights() -> list[tuple[int, int]]:
 def _totals_torch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Each tensor's sum over its columns, int64 ``[tensors]`` on the CPU. Goes in blocks, to need little memory."""
     device = tensors[0].device
-    # Blocks that stay in a core's cache, or that keep a device busy.
-    block = TILE_BYTES * (64 if device.type == "cpu" else 1024)
+    block = BLOCK_BYTES if device.type == "cpu" else TILE_BYTES * 1024  # keeps a device busy
     largest = max(tensor.nbytes for tensor in tensors)
     scratch = torch.empty(min(block, largest + -largest % TILE_BYTES), dtype=torch.uint8, device=device)
     totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     for total, tensor in zip(totals, tensors, strict=True):
         for start in range(0, tensor.nbytes, block):
-            part = _bytes(tensor)[start : start + block]
-            padded = scratch[: len(part) + -len(part) % TILE_BYTES]
-            padded[: len(part)] = part  # at an aligned address
-            padded[len(part) :] = 0
-            sums = _column_sums(padded.view(torch.int64).view(-1, ROWS, COLUMNS))
-            places = torch.arange(sums.numel(), device=device) + start // TILE_BYTES * COLUMNS
-            total += _mix(sums, places.view_as(sums)).sum()
+            total += _total(_bytes(tensor)[start : start + block], start, scratch)
     return totals.cpu()
+
+
+def _total(part: torch.Tensor, start: int, scratch: torch.Tensor) -> torch.Tensor:
+    """What the bytes of a tensor from `start`, a multiple of `TILE_BYTES`, add to its sum; an int64 scalar."""
+    padded = scratch[: len(part) + -len(part) % TILE_BYTES]
+    padded[: len(part)] = part  # at an aligned address
+    padded[len(part) :] = 0
+    sums = _column_sums(padded.view(torch.int64).view(-1, ROWS, COLUMNS))
+    places = torch.arange(sums.numel(), device=part.device) + start // TILE_BYTES * COLUMNS
+    total: torch.Tensor = _mix(sums, places.view_as(sums)).sum()
+    return total
+
+
+def digest_of_blocks(blocks: Iterable[torch.Tensor]) -> int:
+    """The digest of bytes that come one block after another.
+
+    Args:
+        blocks: uint8 ``[BLOCK_BYTES]`` on the CPU each, the last one ``[BLOCK_BYTES or less]``. One that was digested
+            can be written to again.
+    """
+    scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    total, size = torch.zeros((), dtype=torch.int64, device="cpu"), 0
+    for block in blocks:
+        total += _total(block, size, scratch)
+        size += len(block)
+    return int(_mix(total, torch.tensor(size, device="cpu")).item()) % 2**64
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -205,6 +205,13 @@ class Coverage:
         self._made: dict[nn.Module, list[tuple[torch.Tensor, int]]] = {}
         self._short: set[nn.Module] = set()
         self.unloaded: list[torch.Tensor] = []
+        self._loaded_buffers = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+            if first is None or not first.known or identity(buffer) in first.written
+        ]
         if first is not None and first.known:
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(recurse=False):
@@ -231,6 +238,11 @@ class Coverage:
             self._needed.setdefault(key, (name, parameter.numel() * parameter.element_size()))
         else:
             self.unloaded.append(parameter)
+
+    def loaded_buffers(self) -> list[torch.Tensor]:
+        """Buffers that a load brings, as they are now."""
+        found = (module._buffers.get(name) for module, name in self._loaded_buffers)
+        return [buffer for buffer in found if buffer is not None]
 
     def carry_over(self, layer: nn.Module, running: Mapping[str, torch.Tensor]) -> None:
         """Give `layer`, which a reload has just made anew, what no load writes.

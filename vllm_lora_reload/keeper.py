@@ -11,6 +11,7 @@ sure by digest that nothing has changed, else it begins anew. So a file never mi
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -28,6 +29,7 @@ from .snapshot import Engine, Lock, Snapshot, Storage, digests_of, listed, write
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 _SETTLED = 1.0  # seconds without a load, before weights that came tensor by tensor are written
+_PATIENCE = 5.0  # seconds that a request for a snapshot waits for another engine that is writing it
 _SAMPLE = 16  # one of so many tensors is verified
 
 
@@ -80,6 +82,8 @@ class SnapshotKeeper:
         self._first: list[str] = []
         self._lost: list[Storage] = []  # since the last sleep
         self._usable = False
+        self._writes = False  # and not only looks
+        self._waits = False  # for another engine
         self._again = False  # one is to be written after the next load
         self._gate = threading.Lock()
         self._held = False
@@ -90,7 +94,12 @@ class SnapshotKeeper:
         self._turns = 0
 
     def started(self) -> None:
-        """The engine is ready to serve: take the snapshot that fits, or begin to write one."""
+        """The engine is ready to serve: take the snapshot that fits, or begin to write one.
+
+        vLLM warms up again when it scales; what was loaded at start-up is then no longer what memory holds.
+        """
+        if self._first:
+            return
         try:
             self._look()
         except Exception as error:
@@ -109,7 +118,7 @@ class SnapshotKeeper:
         if self.snapshot is None and self._when == "never":
             return
         self._ring.prepare()
-        self._start()
+        self._start(write=True)
 
     def _take_up(self, snapshot: Snapshot) -> None:
         self.snapshot, self.reason = snapshot, None
@@ -117,13 +126,15 @@ class SnapshotKeeper:
 
     # --- Writing --------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Let a thread write what is missing, and have it brought into the page cache."""
+    def _start(self, write: bool) -> None:
+        """Let a thread look for a snapshot of what is in memory now, and `write` one if there is none."""
         self._cancel.set()  # an earlier thread ends when it next comes to the gate
         self._cancel = threading.Event()
         self.writing = True
+        if self._thread is None:
+            atexit.register(self.close)  # a thread that the interpreter's end meets in torch aborts the process
         self._thread = threading.Thread(
-            target=self._run, args=(self._cancel,), name="lora-reload-snapshot", daemon=True
+            target=self._run, args=(self._cancel, write), name="lora-reload-snapshot", daemon=True
         )
         self._thread.start()
 
@@ -133,6 +144,7 @@ class SnapshotKeeper:
         self.release(True)
         if self._thread is not None:
             self._thread.join()
+            atexit.unregister(self.close)
 
     def hold(self) -> None:
         """From now on memory may change or go; returns when the writer has stopped reading it."""
@@ -140,6 +152,7 @@ class SnapshotKeeper:
             self._gate.acquire()
             self._held = True
             self._generation += 1
+            self._usable, self._lost = False, []
 
     def release(self, complete: bool) -> None:
         """Undo `hold`, if base weights are `complete`."""
@@ -150,23 +163,28 @@ class SnapshotKeeper:
             self._gate.release()
 
     def loaded(self) -> None:
-        """A load has ended well. Where every version is to have a snapshot, write one when no other follows.
+        """A load has ended well. Look for a snapshot of what it brought, when no other load follows.
 
-        Also where one was found damaged.
+        One is written where every version is to have one, or where the one that there was is damaged.
         """
         self._loaded = time.monotonic()
-        if (self._when == "always" or self._again) and self._first and not self.writing:
+        if self._first and not self.writing and (self.snapshot is None or self._when == "always"):
+            self._start(write=self._when == "always" or self._again)
             self._again = False
-            self._start()
 
     def take(self) -> dict[str, Any]:
         """Have a snapshot of what is in memory now, and wait until it is on the disk. See `state`."""
         if self._held:
             return self.state() | {"reason": "base weights are missing or asleep"}
         self._loaded = 0.0
-        if not self.writing:
-            self._start()
+        if not self.writing or not self._writes:
+            self._start(write=True)
+        since = time.monotonic()
         while self.writing:
+            if not self._waits:
+                since = time.monotonic()
+            elif time.monotonic() - since > _PATIENCE:
+                return self.state() | {"reason": "another engine is writing it, and may be asleep"}
             time.sleep(0.01)
         return self.state()
 
@@ -181,14 +199,14 @@ class SnapshotKeeper:
             "reason": self.reason,
         }
 
-    def _run(self, cancel: threading.Event) -> None:
+    def _run(self, cancel: threading.Event, write: bool) -> None:
         try:
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
             on_device: AbstractContextManager[Any] = torch.cuda.device(self._device) if stream else nullcontext()
             with torch.no_grad(), on_device, torch.cuda.stream(stream) if stream else nullcontext():
                 while self.writing:
                     try:
-                        self._write(cancel)
+                        self._keep(cancel, write)
                     except _Changed:
                         if self._when != "always":
                             raise SnapshotError("the weights were changed while they were written") from None
@@ -202,14 +220,16 @@ class SnapshotKeeper:
                 self.reason = f"it could not be written: {type(error).__name__}: {error}"
                 logger.exception("The snapshot could not be written; weights have to be loaded after sleep(level=2)")
 
-    def _write(self, cancel: threading.Event) -> None:
+    def _keep(self, cancel: threading.Event, may_write: bool) -> None:
+        self._writes = may_write
         while (rest := self._loaded + _SETTLED - time.monotonic()) > 0:
             if cancel.wait(rest):
                 raise _Cancelled
         with self._reading(cancel):
             generation, found = self._generation, self._storages()
             current = digests_of(found)
-            if self.snapshot is not None and self.snapshot.manifest.digests() == current:
+            mine = self.snapshot
+            if mine is not None and mine.manifest.digests() == current and (mine.in_place or not may_write):
                 self.writing = False
                 return
 
@@ -223,20 +243,36 @@ class SnapshotKeeper:
                     generation = self._generation
                 yield
 
-        lock = Lock(self._path)
-        while not lock.take():
-            if cancel.wait(0.2):
-                raise _Cancelled
-        try:
+        with self._locked(cancel, may_write):
             start = time.perf_counter()
             try:
                 snapshot = Snapshot.find(self._path, self._engine, found, current)
             except SnapshotError:
+                if not may_write:
+                    self.writing = False
+                    return
                 snapshot = write(self._path, self._engine, found, current, reading)
                 self.seconds = time.perf_counter() - start
             with reading():
                 self._take_up(snapshot)
                 self.writing = False
+
+    @contextmanager
+    def _locked(self, cancel: threading.Event, may_write: bool) -> Iterator[None]:
+        """No other engine writes meanwhile. To look only, nobody has to wait."""
+        if not may_write:
+            yield
+            return
+        lock = Lock(self._path)
+        self._waits = True
+        try:
+            while not lock.take():
+                if cancel.wait(0.2):
+                    raise _Cancelled
+        finally:
+            self._waits = False
+        try:
+            yield
         finally:
             lock.release()
 
@@ -300,10 +336,11 @@ class SnapshotKeeper:
                 self._turns += 1
                 self.snapshot.check(self._lost, every, self._turns % every)
         except BaseException as error:
-            if isinstance(error, (OSError, SnapshotError)):
-                self.snapshot.forget()
-            self.snapshot, self.reason = None, f"{type(error).__name__}: {error}"
+            snapshot, self.snapshot = self.snapshot, None
+            self.reason = f"{type(error).__name__}: {error}"
             self._again = self._when != "never"
+            if isinstance(error, (OSError, SnapshotError)):
+                snapshot.forget()
             raise
         finally:
             self._usable, self._lost = False, []

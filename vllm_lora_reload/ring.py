@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -126,7 +127,7 @@ def _chunks(file: int, pieces: Iterable[Piece], size: int) -> Iterator[_Chunk]:
 
 
 class Pinned:
-    """Page-aligned host memory, pinned where `device` is a GPU; nothing of it stays when it is closed.
+    """Page-aligned host memory, pinned where `device` is a GPU; nothing of it stays when it is closed or collected.
 
     Attributes:
         memory: uint8, ``[nbytes]``.
@@ -137,19 +138,19 @@ class Pinned:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)  # pinning goes page by page
         self.memory: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._registered: int | None = None
+        address = None
         if device.type == "cuda":
             address = self.memory.data_ptr()
             with torch.cuda.device(device):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-            self._registered = address
-
-    def close(self) -> None:
+        self.close = weakref.finalize(self, _unpin, address, self._map)
         """Give the memory back. The caller has waited for copies from and to it."""
-        if self._registered is not None:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._registered))
-            self._registered = None
-        self.memory = None
+
+
+def _unpin(address: int | None, memory: mmap.mmap) -> None:
+    # `memory` is let go only after this, so it is never unmapped while it is pinned.
+    if address is not None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 _Copy = Callable[[int, int, int, int, int], int]  # target, source, bytes, kind, stream; an error's number

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -33,12 +35,17 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
 
     lora_reload: WorkerState
     _first_load: FirstLoad | None = None
+    _files_before: snapshot.FileStates | None = None
 
     def watch_first_load(self, model: nn.Module) -> None:
         """Record the load at start-up, the reference for what a load writes. Draft models are not followed."""
         if self._first_load is not None or "lora_reload" in vars(self):
             return
-        replay = Settings.of(self.vllm_config).replay == "on" and not seams.weights_can_move(self.vllm_config)
+        settings = Settings.of(self.vllm_config)
+        if settings.snapshot_dir:
+            with contextlib.suppress(NoReplay, OSError):
+                self._files_before = snapshot.file_states(self._checkpoint_files(model))
+        replay = settings.replay == "on" and not seams.weights_can_move(self.vllm_config)
         self._first_load = first = FirstLoad(model, LoadRecorder if replay else WriteRecorder)
         load: Any = model.load_weights
 
@@ -63,6 +70,8 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
         vars(model).pop("load_weights", None)
         first, self._first_load = self._first_load, None
         settings = Settings.of(vllm_config)
+        if not seams.sleeps(vllm_config):
+            settings = dataclasses.replace(settings, snapshot="never")  # only on request, for other engines
         files = functools.partial(self._checkpoint_files, model)
         self.lora_reload = WorkerState(
             model,
@@ -73,6 +82,7 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             seams.ranks_on_this_host(vllm_config),
             snapshot.Engine(**seams.identity(vllm_config)) if settings.snapshot_dir else None,
             files,
+            self._files_before,
         )
         model.load_weights = _through_base_view(model.load_weights, self.lora_reload)
         if settings.replay == "on":

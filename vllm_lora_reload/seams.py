@@ -320,8 +320,12 @@ def identity(vllm_config: Any) -> dict[str, Any]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = {"tp": _find(_PARALLEL, "get_tp_group")(), "pp": _find(_PARALLEL, "get_pp_group")()}
     place = {kind: [group.rank_in_group, group.world_size] for kind, group in groups.items()}
-    if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
-        place["dp"] = [parallel.data_parallel_rank, parallel.data_parallel_size]  # each has experts of its own
+    if getattr(model, "is_moe", True):  # these have experts of their own
+        if parallel.data_parallel_size > 1:
+            place["dp"] = [parallel.data_parallel_rank, parallel.data_parallel_size]
+        if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+            group = _find(_PARALLEL, "get_pcp_group")()
+            place["pcp"] = [group.rank_in_group, group.world_size]
     return {
         "model": str(model.model),
         "release": release(),
@@ -329,6 +333,11 @@ def identity(vllm_config: Any) -> dict[str, Any]:
         "quantization": model.quantization,
         "place": place,
     }
+
+
+def sleeps(vllm_config: Any) -> bool:
+    """Whether an engine can be put to sleep; not told apart where vLLM has no sleep mode (simulations)."""
+    return bool(vllm_config.model_config.enable_sleep_mode) or no_sleep_mode() is not None
 
 
 def engine_resets_lora() -> bool:

@@ -14,14 +14,14 @@ from . import diagnosis, seams
 from .adapters import Adapters
 from .base_view import base_view, checkpoint_name, checkpoint_names
 from .coverage import Coverage, FirstLoad
-from .errors import AsleepError
+from .errors import AsleepError, SnapshotError
 from .keeper import SnapshotKeeper
 from .lifecycle import Lifecycle, State
 from .lora_state import LoRAState
 from .replay import LoadPlan, NoReplay
 from .ring import Ring, threads_for
 from .settings import Settings
-from .snapshot import Engine, Storage, file_states, storages
+from .snapshot import Engine, FileStates, Storage, file_states, storages
 from .tensors import UnregisteredTensors, storage_key
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class WorkerState:
         ranks: workers of this engine on this host.
         engine: what snapshots belong to, where there are any.
         files: names the files that the weights are loaded from; raises `NoReplay` if that cannot be told.
+        before: their `file_states` before the load at start-up.
 
     Attributes:
         lifecycle: where the worker stands.
@@ -66,6 +67,7 @@ class WorkerState:
         ranks: int = 1,
         engine: Engine | None = None,
         files: Callable[[], list[Path]] | None = None,
+        before: FileStates | None = None,
     ) -> None:
         self.model = model
         self._device = device
@@ -93,7 +95,9 @@ class WorkerState:
         self.last_restore: dict[str, Any] | None = None
         self.plan: LoadPlan | None = None
         self._checkpoint_files = files
-        self._files = self._file_states()
+        # What was loaded, if nobody has written to them meanwhile.
+        self._files = before if before is not None and before == self._file_states() else None
+        self._all_on_device = all(tensor.device.type == device.type for tensor in model.parameters())
         self._depth = 0
         self._changed = False  # by a load, since the keeper was last told
         self._tensors_given = 0
@@ -108,7 +112,8 @@ class WorkerState:
         kept = {storage_key(tensor) for _, tensor in (*buffers, *unregistered)}
         unloaded = {storage_key(tensor) for tensor in self.coverage.unloaded}
         kept -= {storage_key(tensor) for _, tensor in parameters} - unloaded
-        return storages((*parameters, *buffers, *unregistered), self._device, self.lora.storages, kept)
+        brought = {storage_key(tensor) for tensor in self.coverage.loaded_buffers()}
+        return storages((*parameters, *buffers, *unregistered), self._device, self.lora.storages, kept, brought)
 
     def hold(self) -> None:
         """Base weights may change or go from now on: nobody is to read them."""
@@ -130,7 +135,7 @@ class WorkerState:
         if level >= 2 and not self.lifecycle.asleep:
             self.lora.save()
             self.unregistered.save()
-            if self.keeper is not None:
+            if self.keeper is not None and self.lifecycle.state is State.COMPLETE:
                 self.keeper.compare()
 
     def slept(self, level: int) -> None:
@@ -143,38 +148,66 @@ class WorkerState:
             self.coverage.lose()
             self.last_restore = None
 
-    def restore(self) -> bool:
+    def restore(self, by_itself: bool) -> bool:
         """After a wake-up: bring the base weights back from the snapshot, if there is one that has them.
 
+        A collective where there are snapshots: either every rank's weights come back so, or all ranks go the same way
+        from there, since loaders may be collectives too.
+
+        Args:
+            by_itself: whether the checkpoint is to be loaded in any case, if nothing else brings the weights.
+
         Returns:
-            Whether they have to be loaded instead: from the checkpoint, which has the same.
+            Whether the checkpoint has to be loaded.
         """
         keeper = self.keeper
-        if keeper is None or self.lifecycle.state is not State.MISSING or not keeper.usable:
-            return False
-        of_checkpoint = keeper.of_checkpoint and self._checkpoint_unchanged()
+        if keeper is None or self.lifecycle.state is not State.MISSING:
+            return by_itself and self.lifecycle.state is State.MISSING
+        usable, of_checkpoint = keeper.usable, keeper.usable and keeper.of_checkpoint and self._checkpoint_unchanged()
+        restored = usable and self._restored(keeper)
+        everywhere = seams.true_on_all_ranks(restored)
+        checkpoint_has_the_same = seams.true_on_all_ranks(of_checkpoint)
+        if not everywhere:
+            if restored:
+                self.lifecycle.restore_failed(SnapshotError("another rank's could not be read"))
+                self.last_restore = None
+            return by_itself or checkpoint_has_the_same
+        assert self.last_restore is not None
+        self.coverage.all_there()
+        self.lifecycle.loaded()
+        self._end_as_a_load()
+        speed = self.last_restore["bytes"] / self.last_restore["seconds"] / 1e9
+        logger.info("Base weights restored from the snapshot, %.1f GB/s", speed)
+        return False
+
+    def _restored(self, keeper: SnapshotKeeper) -> bool:
         try:
             self.last_restore = keeper.restore()
         except Exception as error:
             self.lifecycle.restore_failed(error)
             logger.exception("The snapshot could not be restored")
-            return of_checkpoint
-        self.coverage.all_there()
-        self.lifecycle.loaded()
-        speed = self.last_restore["bytes"] / self.last_restore["seconds"] / 1e9
-        logger.info("Base weights restored from the snapshot, %.1f GB/s", speed)
-        return False
+            return False
+        return True
 
     def has_checkpoint(self) -> bool:
-        """Whether memory holds already what a load of the checkpoint would bring, byte for byte.
+        """Whether memory holds already what a load of the checkpoint would bring, byte for byte, on every rank.
 
-        Known only with a snapshot, whose digests tell, and if no file of the checkpoint has changed since start-up.
+        Known only with a snapshot, whose digests tell, and if no file of the checkpoint has changed since start-up. A
+        collective where there are snapshots.
         """
+        keeper = self.keeper
+        if keeper is None:
+            return False
         complete = self.lifecycle.state is State.COMPLETE and self._depth == 0
-        return complete and self.keeper is not None and self._checkpoint_unchanged() and self.keeper.holds()
+        holds = complete and self._all_on_device and self._checkpoint_unchanged() and keeper.holds()
+        return seams.true_on_all_ranks(holds)
 
     def nothing_to_load(self) -> None:
         """Stands for a load of the checkpoint when `has_checkpoint`."""
+        self._end_as_a_load()
+        self.settle()
+
+    def _end_as_a_load(self) -> None:
         if self.settings.adapters == "drop":
             self.adapters.drop_all()
             self.adapters.put_back()
@@ -182,9 +215,9 @@ class WorkerState:
     def _checkpoint_unchanged(self) -> bool:
         return self._files is not None and self._file_states() == self._files
 
-    def _file_states(self) -> dict[Path, tuple[int, int, int]] | None:
-        """See `file_states`; None if it cannot be told, or nobody will ask."""
-        if self._checkpoint_files is None or self.keeper is None:
+    def _file_states(self) -> FileStates | None:
+        """See `file_states`; None if it cannot be told."""
+        if self._checkpoint_files is None:
             return None
         try:
             return file_states(self._checkpoint_files())

@@ -19,6 +19,7 @@ _PREFIX = "VLLM_LORA_RELOAD_"
 
 
 _LEAST = {"ring_bytes": 2 << 20}
+_SMALLEST_CHUNK = 8192
 _MULTIPLE = {"ring_chunk": 4096}
 _FACTOR = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -70,13 +71,19 @@ class Settings:
             name: environ[_PREFIX + name.upper()] for name in names if _PREFIX + name.upper() in environ
         } | given
         hints = get_type_hints(cls)
-        return cls(**{name: _checked(name, hints[name], value) for name, value in values.items()})
+        settings = cls(**{name: _checked(name, hints[name], value) for name, value in values.items()})
+        if settings.ring_chunk and not _SMALLEST_CHUNK <= settings.ring_chunk <= settings.ring_bytes // 2:
+            raise SettingError(
+                f"setting ring_chunk of vllm-lora-reload is {settings.ring_chunk}, not between {_SMALLEST_CHUNK} and "
+                f"half of ring_bytes, which is {settings.ring_bytes}"
+            )
+        return settings
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:
     if hint is str:
         if isinstance(value, (str, os.PathLike)):
-            return os.fspath(value)
+            return os.path.abspath(os.path.expanduser(value)) if value else ""
         raise SettingError(f"setting {name} of vllm-lora-reload is {value!r}, not a path")
     if hint is int:
         number = _number(value)

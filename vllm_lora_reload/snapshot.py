@@ -19,21 +19,24 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from .checksum import digests
+from .checksum import BLOCK_BYTES, digest_of_blocks, digests
 from .errors import SnapshotError
 from .ring import PAGE, Piece, Pinned, Ring
 from .tensors import SAFETENSORS_DTYPES, storage_key, whole_storage
+
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 FORMAT = 1
 _WRITE = 16 << 20  # bytes of one write
@@ -78,12 +81,14 @@ class Storage:
     Attributes:
         memory: all of it, uint8, ``[bytes]``.
         tensors: by name, as without LoRA; several where they are tied or views.
-        loaded: whether a load brings it. What it does not bring vLLM or this package keep on the host over the sleep.
+        loaded: whether a load brings it: then its bytes have to be those of the snapshot.
+        kept: whether vLLM or this package keep it on the host over a sleep: then it is not restored.
     """
 
     memory: torch.Tensor
     tensors: dict[str, torch.Tensor]
-    loaded: bool = False
+    loaded: bool = True
+    kept: bool = False
 
     @property
     def name(self) -> str:
@@ -91,12 +96,16 @@ class Storage:
 
 
 def loaded(found: Sequence[Storage]) -> list[Storage]:
-    """Those that a load brings: they are compared and restored."""
+    """Those that a load brings."""
     return [storage for storage in found if storage.loaded]
 
 
 def storages(
-    named: Iterable[tuple[str, torch.Tensor]], device: torch.device, without: set[int], kept: set[int]
+    named: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+    without: set[int],
+    kept: set[int],
+    brought: set[int] = frozenset(),  # type: ignore[assignment]
 ) -> list[Storage]:
     """Storages of base tensors, in the order in which their first tensor comes.
 
@@ -104,7 +113,8 @@ def storages(
         named: the tensors, with any number of names each.
         device: those elsewhere are left out.
         without: storages (`storage_key`) that are not base tensors'.
-        kept: storages that no load brings.
+        kept: storages that are kept on the host over a sleep.
+        brought: those of them that a load brings all the same.
     """
     found: dict[int, Storage] = {}
     for name, tensor in named:
@@ -112,7 +122,8 @@ def storages(
             continue
         key = storage_key(tensor)
         if key not in without:
-            storage = found.setdefault(key, Storage(whole_storage(tensor.detach()), {}, key not in kept))
+            of_load = key not in kept or key in brought
+            storage = found.setdefault(key, Storage(whole_storage(tensor.detach()), {}, of_load, key in kept))
             storage.tensors[name] = tensor
     return list(found.values())
 
@@ -235,13 +246,17 @@ def listed(names: Sequence[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-@dataclass
 class Snapshot:
-    """A manifest that fits, and its file as it was when that was found."""
+    """A manifest and its file, which is held open: another engine may put a new one in its place."""
 
-    path: Path
-    manifest: Manifest
-    stat: tuple[int, int, int] = field(default=(0, 0, 0))
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        try:
+            self._open = self.file.open("rb")
+        except OSError as error:
+            raise SnapshotError(f"{self.file} is gone: {error}") from error
+        self.ensure_unchanged()
 
     @classmethod
     def find(cls, path: Path, engine: Engine, found: Sequence[Storage], current: Sequence[str]) -> Snapshot:
@@ -255,22 +270,27 @@ class Snapshot:
             raise SnapshotError(f"{path} is not used: {reason}")
         if differing := manifest.differing(current):
             raise SnapshotError(f"{path} is not used: other weights were loaded, {listed(differing)} differ")
-        snapshot = cls(path, manifest)
-        snapshot.stat = snapshot._stat()
-        return snapshot
+        return cls(path, manifest)
 
     @property
     def file(self) -> Path:
         return self.path.parent / self.manifest.file
 
-    def _stat(self) -> tuple[int, int, int]:
-        try:
-            stat = self.file.stat()
-        except OSError as error:
-            raise SnapshotError(f"{self.file} is gone: {error}") from error
+    def ensure_unchanged(self) -> None:
+        """Raises:
+        SnapshotError: the file is not as it was written.
+        """
+        stat = os.fstat(self._open.fileno())
         if (stat.st_size, stat.st_mtime_ns) != (self.manifest.size, self.manifest.mtime_ns):
             raise SnapshotError(f"{self.file} has changed since it was written")
-        return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+    @property
+    def in_place(self) -> bool:
+        """Whether other engines find it too; somebody may have removed it."""
+        try:
+            return self.path.exists() and os.path.samestat(self.file.stat(), os.fstat(self._open.fileno()))
+        except OSError:
+            return False
 
     def restore(self, found: Sequence[Storage], ring: Ring) -> int:
         """Read what a load brings back into memory; the rest is kept on the host over a sleep.
@@ -283,13 +303,12 @@ class Snapshot:
             Bytes read.
 
         Raises:
-            SnapshotError: the file is gone or has changed; nothing was written.
+            SnapshotError: the file has changed; nothing was written.
             OSError: it cannot be read to its end.
         """
-        self._stat()
-        pairs = zip(self.manifest.loaded, loaded(found), strict=True)
-        pieces = [Piece(entry.offset, storage.memory) for entry, storage in pairs]
-        ring.read({self.file: pieces})
+        self.ensure_unchanged()
+        pieces = [Piece(entry.offset, storage.memory) for entry, storage in self._lost(found)]
+        ring.read({Path(f"/proc/self/fd/{self._open.fileno()}"): pieces})
         return sum(piece.nbytes for piece in pieces)
 
     def check(self, found: Sequence[Storage], every: int = 1, first: int = 0) -> None:
@@ -303,17 +322,26 @@ class Snapshot:
         Raises:
             SnapshotError: some differ, named.
         """
-        chosen = list(zip(self.manifest.loaded, loaded(found), strict=True))[first::every]
+        chosen = self._lost(found)[first::every]
         current = _digests([storage for _, storage in chosen])
         wrong = [entry.name for (entry, _), digest in zip(chosen, current, strict=True) if entry.digest != digest]
         if wrong:
             raise SnapshotError(f"{self.file} is damaged: {listed(wrong)} came back with other bytes")
 
+    def _lost(self, found: Sequence[Storage]) -> list[tuple[Entry, Storage]]:
+        pairs = zip(self.manifest.loaded, loaded(found), strict=True)
+        return [(entry, storage) for entry, storage in pairs if not storage.kept]
+
     def forget(self) -> None:
-        """Remove the manifest, unless it is another by now, so that nobody takes the file up again."""
-        with contextlib.suppress(SnapshotError):
+        """Remove manifest and file, unless they are others by now, so that nobody takes them up again."""
+        try:
             if Manifest.read(self.path) == self.manifest:
                 self.path.unlink(missing_ok=True)
+                self.file.unlink(missing_ok=True)
+        except SnapshotError:
+            pass  # somebody else has removed it
+        except OSError as error:
+            logger.warning("A snapshot that cannot be used cannot be removed either: %s", error)
 
 
 def _header(found: Sequence[Storage]) -> bytes:
@@ -356,9 +384,11 @@ class _Output:
 
     def close(self) -> None:
         """Cut what the last page has too much, and flush."""
-        os.ftruncate(self._fd, self.size)
-        os.fsync(self._fd)
-        os.close(self._fd)
+        try:
+            os.ftruncate(self._fd, self.size)
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
 
     def abort(self) -> None:
         os.close(self._fd)
@@ -429,6 +459,7 @@ def write(
         digest = next(loaded_digests if storage.loaded else kept_digests)
         entries.append(Entry(offset, storage.memory.numel(), digest, storage.loaded, _described(storage)))
         offset += storage.memory.numel()
+    verify_file(file, entries)
     stat = file.stat()
     manifest = Manifest(engine, file.name, stat.st_size, stat.st_mtime_ns, entries, combined)
     with contextlib.suppress(SnapshotError):  # the first one, or an unreadable one
@@ -438,7 +469,38 @@ def write(
         json.dump(dataclasses.asdict(manifest), text)
         text.flush()
         os.fsync(text.fileno())
-    return Snapshot(path, manifest, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    return Snapshot(path, manifest)
+
+
+def verify_file(file: Path, entries: Sequence[Entry]) -> None:
+    """Read a file that was just written. It is then in the page cache too.
+
+    Raises:
+        SnapshotError: its bytes are not those whose digests were taken.
+    """
+    wrong = []
+    with file.open("rb", buffering=0) as opened:
+        for entry in entries:
+            opened.seek(entry.offset)
+            if f"{digest_of_blocks(_blocks(opened, entry.nbytes)):016x}" != entry.digest:
+                wrong.append(entry.name)
+    if wrong:
+        file.unlink(missing_ok=True)
+        raise SnapshotError(f"{listed(wrong)} changed while they were written to {file}")
+
+
+def _blocks(opened: IO[bytes], nbytes: int) -> Iterator[torch.Tensor]:
+    block = bytearray(BLOCK_BYTES)
+    done = 0
+    while done < nbytes:
+        filled = 0
+        with memoryview(block)[: min(len(block), nbytes - done)] as wanted:
+            while filled < len(wanted) and (got := opened.readinto(wanted[filled:])):  # type: ignore[attr-defined]
+                filled += got
+        if not filled:
+            return
+        yield torch.frombuffer(block, dtype=torch.uint8, count=filled)
+        done += filled
 
 
 def _stream(
@@ -465,7 +527,10 @@ def _stream(
         output.write(filled)
 
 
-def file_states(files: Iterable[Path]) -> dict[Path, tuple[int, int, int]]:
+FileStates = dict[Path, tuple[int, int, int]]
+
+
+def file_states(files: Iterable[Path]) -> FileStates:
     """Size, time of the last change and inode: other ones, and a file has been written or replaced.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import seams, staging
 from .base_view import checkpoint_name
-from .lifecycle import State, Transfer
+from .lifecycle import Transfer
 from .runner import LoRAReloadModelRunner
 from .session import WorkerState
 
@@ -35,8 +35,8 @@ class LoRAReloadWorker:
 
     def sleep(self, level: int = 1) -> None:
         state = self.lora_reload
-        state.save(level)
         try:
+            state.save(level)
             super().sleep(level)  # type: ignore[misc]
             state.slept(level)
         finally:
@@ -47,8 +47,7 @@ class LoRAReloadWorker:
         state = self.lora_reload
         if state.lifecycle.asleep and (tags is None or "weights" in tags):
             state.woke(self.model_runner.reset_lora_state)
-            by_itself = state.settings.on_missing == "reload"
-            if state.restore() or (by_itself and state.lifecycle.state is State.MISSING):
+            if state.restore(by_itself=state.settings.on_missing == "reload"):
                 try:
                     self.model_runner.reload_weights()
                 except Exception:
@@ -58,8 +57,10 @@ class LoRAReloadWorker:
 
     def shutdown(self) -> None:
         state = vars(self).get("lora_reload")  # not there if the model could not be loaded
-        if state is not None and state.keeper is not None:
-            state.keeper.close()
+        if state is not None:
+            if state.keeper is not None:
+                state.keeper.close()
+            state.ring.close()
         super().shutdown()  # type: ignore[misc]
 
     def lora_reload_status(self) -> dict[str, Any]:
@@ -200,9 +201,12 @@ class TransferSessions:
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         self.lora_reload.must_be_mapped()
-        super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
-        self.lora_reload.lifecycle.transfer = Transfer.MAIN
         self.lora_reload.hold()
+        try:
+            super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
+            self.lora_reload.lifecycle.transfer = Transfer.MAIN
+        finally:
+            self.lora_reload.settle()
         self._patched = False
 
     def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:

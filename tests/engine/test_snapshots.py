@@ -137,6 +137,31 @@ def test_reload_loads_a_checkpoint_that_changed(engine: Engine) -> None:
     assert engine.ask() == new
 
 
+def test_a_loaded_buffer_counts(engine: Engine) -> None:
+    """Loads bring buffers too, and vLLM keeps them over the sleep, whatever is in them."""
+    state = engine.worker.lora_reload
+    module, name = next((m, n) for m in engine.model.modules() for n in m._buffers if n == "_k_scale")
+    state.coverage._loaded_buffers.append((module, name))
+    buffer, value = module._buffers[name], module._buffers[name].clone()
+    try:
+        keeper_of(engine).snapshot = None
+        keeper_of(engine)._first = []
+        keeper_of(engine).started()
+        assert taken(engine)["state"] == "valid" and state.has_checkpoint()
+        buffer.fill_(7)
+        assert not state.has_checkpoint()
+        engine.llm.sleep(level=2)
+        assert not keeper_of(engine).usable
+        engine.llm.wake_up()
+    finally:
+        buffer.copy_(value)
+        state.coverage._loaded_buffers.remove((module, name))
+        engine.reload()
+        keeper_of(engine)._first = []
+        keeper_of(engine).started()
+        taken(engine)
+
+
 def test_given_weights_are_loaded(engine: Engine) -> None:
     engine.lose_weights()
     engine.reload(weights_iterator=iter(other_weights(engine).items()))
@@ -172,7 +197,14 @@ def other(file: Path) -> None:
     file.write_bytes(b"something else")
 
 
-@pytest.mark.parametrize("harm", [flip, cut, other, Path.unlink])
+def test_a_snapshot_that_somebody_removed_serves_on(engine: Engine) -> None:
+    Path(taken(engine)["path"]).unlink()
+    engine.lose_weights()
+    engine.assert_whole()
+    assert status(engine)["last_restore"]["source"] == "snapshot"
+
+
+@pytest.mark.parametrize("harm", [flip, cut, other])
 def test_a_damaged_snapshot_is_not_used(engine: Engine, harm: Callable[[Path], None]) -> None:
     """The checkpoint is loaded instead, as it has the same; and a new snapshot is written."""
     harm(Path(taken(engine)["path"]))

@@ -236,3 +236,11 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 if __name__ == "__main__":
     checksum._totals_torch = checksum._totals_triton
     print(json.dumps([digests(some) for some in launches()]))
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 5000, checksum.BLOCK_BYTES, checksum.BLOCK_BYTES + 1, 3 * checksum.BLOCK_BYTES - 7]
+)
+def test_block_after_block(size: int) -> None:
+    content = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    assert [checksum.digest_of_blocks(content.split(checksum.BLOCK_BYTES))] == checksum.digests([content])

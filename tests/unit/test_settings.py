@@ -38,6 +38,8 @@ def test_paths_and_numbers() -> None:
     assert (settings.snapshot_dir, settings.ring_bytes) == ("/data", 256 << 20)
     assert (settings.ring_threads, settings.ring_chunk) == (4, 8192)
     assert Settings.of(config(snapshot_dir=Path("/x")), {}).snapshot_dir == "/x"
+    assert Settings.of(config(snapshot_dir="~/x"), {}).snapshot_dir == str(Path.home() / "x")
+    assert Settings.of(config(snapshot_dir="x"), {}).snapshot_dir == str(Path.cwd() / "x")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,12 @@ def test_paths_and_numbers() -> None:
         ({"ring_bytes": 1000}, {}, "ring_bytes .* is 1000, not a number"),
         ({"ring_threads": -1}, {}, "ring_threads .* is -1, not a number of at least 0"),
         ({"ring_threads": True}, {}, "ring_threads .* is True, not a number"),
+        (
+            {"ring_chunk": 4096},
+            {},
+            "ring_chunk .* is 4096, not between 8192 and half of ring_bytes, which is 536870912",
+        ),
+        ({"ring_chunk": 4 << 20, "ring_bytes": 4 << 20}, {}, "ring_chunk .* is 4194304, not between"),
         ({}, {"VLLM_LORA_RELOAD_RING_CHUNK": "1000"}, "ring_chunk .* is '1000', .* in multiples of 4096"),
     ],
 )

@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -226,7 +228,6 @@ def _touch(file: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (Path.unlink, "is gone"),
         (_cut, "has changed since it was written"),
         (_touch, "has changed since it was written"),
         (_flip, r"is damaged: 1 tensors \(odd\) came back with other bytes"),
@@ -237,9 +238,40 @@ def test_a_file_that_changed(path: Path, ring: Ring, harm: Callable[[Path], None
     write(path, ENGINE, listed, digests_of(listed))
     taken = Snapshot.find(path, ENGINE, listed, digests_of(listed))
     harm(taken.file)
+    if harm is not _flip:
+        with pytest.raises(SnapshotError, match=message):
+            Snapshot.find(path, ENGINE, listed, digests_of(listed))
     with pytest.raises(SnapshotError, match=message):
         taken.restore(listed, ring)
         taken.check(listed)
+
+
+def test_a_file_that_is_gone(path: Path, ring: Ring) -> None:
+    """Who has taken it up can still read it; nobody else can take it up."""
+    listed = found(named())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    taken.file.unlink()
+    with pytest.raises(SnapshotError, match="is gone"):
+        Snapshot.find(path, ENGINE, listed, digests_of(listed))
+    listed[0].memory.fill_(0xFF)
+    taken.restore(listed, ring)
+    taken.check(listed)
+
+
+def test_what_is_kept_elsewhere_counts_but_is_not_restored(path: Path, ring: Ring) -> None:
+    """Buffers of a checkpoint, which vLLM keeps over the sleep: their bytes have to be the snapshot's all the same."""
+    tensors = named()
+    key = storage_key(tensors["scale"])
+
+    def listed() -> list[Storage]:
+        return storages(tensors.items(), CPU, set(), {key}, {key})
+
+    taken = write(path, ENGINE, listed(), digests_of(listed()))
+    tensors["scale"].fill_(7)
+    taken.restore(listed(), ring)
+    assert tensors["scale"] == 7
+    with pytest.raises(SnapshotError, match="scale"):
+        Snapshot.find(path, ENGINE, listed(), digests_of(listed()))
 
 
 def test_what_no_load_brings_stays_as_it_is(path: Path, ring: Ring) -> None:
@@ -288,6 +320,38 @@ def test_a_full_disk(path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.errno == errno.ENOSPC
     assert {file.name for file in path.parent.iterdir()} == {path.name, old.file.name}
     assert Manifest.read(path) == old.manifest
+
+
+def test_bytes_that_changed_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a trainer that writes into a parameter, say, and back again."""
+    listed = found(named())
+    current = digests_of(listed)
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        content = bytearray(data)
+        content[5000] ^= 4
+        return real(fd, data[:0], at) or real(fd, memoryview(content), at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    with pytest.raises(SnapshotError, match=r"1 tensors \(embed.weight\) changed while they were written"):
+        write(path, ENGINE, listed, current)
+    assert not list(path.parent.iterdir())
+
+
+def test_no_descriptor_stays_open_if_flushing_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = found(named())
+    current = digests_of(listed)
+
+    def fsync(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output error"):
+        write(path, ENGINE, listed, current)
+    assert set(os.listdir("/proc/self/fd")) <= before and not list(path.parent.iterdir())
 
 
 def test_a_new_one_takes_the_place_of_the_old(path: Path) -> None:
@@ -405,6 +469,102 @@ def pace(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(os, "pwrite", pwrite)
     yield pace
     pace.go.set()
+
+
+@pytest.mark.parametrize("what", ["*.json", "*.safetensors"])
+def test_written_again_on_request_if_it_was_removed(tmp_path: Path, what: str) -> None:
+    worker = Worker(tmp_path).start()
+    path = Path(worker.wait()["path"])
+    next(path.parent.glob(what)).unlink()
+    assert worker.keeper.take()["path"] == str(path)
+    assert path.exists() and Worker(tmp_path, "never").start().wait()["state"] == "valid"
+
+
+def test_what_was_loaded_at_start_up_is_known_once(tmp_path: Path) -> None:
+    """vLLM warms up again when it scales, with other weights in memory by then."""
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.change()
+    worker.start()
+    assert not worker.keeper.holds()
+
+
+def test_taken_up_again_when_its_weights_are_back(tmp_path: Path) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.change()
+    worker.sleep()
+    assert worker.keeper.state()["state"] == "none"
+    for storage, value in zip(found(worker.tensors), found(named()), strict=True):
+        storage.memory.copy_(value.memory)
+    worker.keeper.loaded()
+    worker.keeper.release(True)
+    worker.wait()
+    worker.sleep()
+    assert worker.keeper.usable and worker.keeper.of_checkpoint
+
+
+def test_a_sleep_that_failed_promises_nothing(tmp_path: Path) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.keeper.hold()
+    worker.keeper.compare()
+    assert worker.keeper.usable
+    worker.keeper.release(True)
+    worker.change()
+    worker.keeper.hold()
+    assert not worker.keeper.usable
+
+
+def test_damage_where_nobody_may_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not used again all the same."""
+    worker = Worker(tmp_path).start()
+    _flip(Path(worker.wait()["path"]))
+    worker.sleep()
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(SnapshotError, match="is damaged"):
+        worker.keeper.restore()
+    assert worker.keeper.snapshot is None and "is damaged" in worker.keeper.state()["reason"]
+
+
+def test_a_request_does_not_wait_for_an_engine_that_sleeps(
+    tmp_path: Path, pace: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_PATIENCE", 0.1)
+    first = Worker(tmp_path).start()
+    assert pace.reached.wait(10)
+    first.sleep()
+    second = Worker(tmp_path, "never").start()
+    assert second.keeper.take()["reason"] == "another engine is writing it, and may be asleep"
+    second.keeper.close()
+
+
+def test_the_interpreter_can_end_while_it_is_written(tmp_path: Path) -> None:
+    """In a process of its own: a thread in torch would abort it."""
+    script = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import torch
+from pathlib import Path
+from tests.unit.test_snapshot import Worker
+from vllm_lora_reload import keeper, snapshot
+real = os.pwrite
+def pwrite(*args):
+    time.sleep(0.02)
+    torch.randn(500, 500) @ torch.randn(500, 500)
+    return real(*args)
+os.pwrite, snapshot._WRITE, keeper._SETTLED = pwrite, 4096, 0.0
+worker = Worker(Path({str(tmp_path)!r})).start()
+time.sleep(0.05)
+assert worker.keeper.writing
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert not list(tmp_path.glob("*/*.safetensors")) and not list(tmp_path.glob("*/.*.part"))
 
 
 def test_written_once_then_found(tmp_path: Path) -> None:

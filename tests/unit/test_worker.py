@@ -488,7 +488,8 @@ def kept(worker: Any, log: Log) -> Any:
 
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "file_states", lambda folder: {})
+    monkeypatch.setattr(session, "file_states", lambda files: {})
+    monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: value)
 
 
 def test_wake_up_restores_the_snapshot(kept: Any, log: Log) -> None:
@@ -538,6 +539,61 @@ def test_the_checkpoint_is_loaded_instead_only_if_it_has_the_same(
     kept.wake_up()
     assert ("reload" in log) is (checkpoint == "same")
     assert "the snapshot could not be restored: OSError: no such file" in kept.lora_reload_status()["error"]
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("same", [False, True], ids=["no rank has the same", "the checkpoint has the same"])
+def test_a_rank_whose_neighbour_failed_goes_its_way(
+    kept: Any, log: Log, same: bool, by_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaders may be collectives, and adapters are to be the same everywhere."""
+    answers = iter([False, same])
+    monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: next(answers) and value)
+    kept.lora_reload.settings = Settings(on_missing="reload" if by_itself else "refuse")
+    kept.sleep(2)
+    kept.wake_up()
+    assert "keeper.restore" in log and ("reload" in log) is (same or by_itself)
+    status = kept.lora_reload_status()
+    assert status["state"] == "missing" and status["last_restore"] is None
+    assert "another rank's could not be read" in status["error"]
+
+
+def test_only_what_was_complete_can_be_restored(kept: Any, log: Log) -> None:
+    """A load failed before the sleep: nobody knows what it had written."""
+    with pytest.raises(RuntimeError), kept.lora_reload.loading():
+        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        raise RuntimeError
+    kept.sleep(2)
+    assert "keeper.compare" not in log
+
+
+def test_adapters_are_dropped_as_after_a_load_if_asked(kept: Any, log: Log) -> None:
+    kept.lora_reload.settings = Settings(adapters="drop")
+    parts: Any = kept.lora_reload.adapters
+    parts.drop_all = lambda: log("drop")
+    parts.put_back = lambda: log("put back")
+    kept.sleep(2)
+    kept.wake_up()
+    assert log[-3:] == ["keeper.restore", "drop", "put back"]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_nothing_to_load_only_if_so_on_every_rank(kept: Any, elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: value and elsewhere)
+    assert kept.lora_reload.has_checkpoint() is elsewhere
+    kept.lora_reload._all_on_device = False  # digests say nothing about what is elsewhere
+    assert not kept.lora_reload.has_checkpoint()
+
+
+def test_files_that_changed_during_the_load_are_not_what_was_loaded(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    monkeypatch.setattr(session, "LoRAState", lambda *args: FakePart(log, "lora"))
+    monkeypatch.setattr(session, "Adapters", lambda *args: FakePart(log, "adapters"))
+    monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known, more: FakePart(log, "unregistered"))
+    monkeypatch.setattr(session, "file_states", lambda files: {Path("a"): (1, 1, 1)})
+    for before, unchanged in (({Path("a"): (1, 1, 1)}, True), ({Path("a"): (1, 0, 1)}, False), (None, False)):
+        manager = SimpleNamespace(_adapter_manager=None)
+        state = WorkerState(Block(), manager, torch.device("cpu"), Settings(), files=list, before=before)
+        assert state._checkpoint_unchanged() is unchanged
 
 
 def test_a_load_holds_the_writer_up(kept: Any, log: Log) -> None:
