@@ -339,7 +339,7 @@ class SnapshotKeeper:
             snapshot, self.snapshot = self.snapshot, None
             self.reason = f"{type(error).__name__}: {error}"
             self._again = self._when != "never"
-            if isinstance(error, (OSError, SnapshotError)):
+            if isinstance(error, SnapshotError):
                 snapshot.forget()
             raise
         finally:

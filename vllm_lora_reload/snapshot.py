@@ -303,12 +303,14 @@ class Snapshot:
             Bytes read.
 
         Raises:
-            SnapshotError: the file has changed; nothing was written.
-            OSError: it cannot be read to its end.
+            SnapshotError: the file has changed, and nothing was written; or it cannot be read to its end.
         """
         self.ensure_unchanged()
         pieces = [Piece(entry.offset, storage.memory) for entry, storage in self._lost(found)]
-        ring.read({Path(f"/proc/self/fd/{self._open.fileno()}"): pieces})
+        try:
+            ring.read({Path(f"/proc/self/fd/{self._open.fileno()}"): pieces})
+        except OSError as error:
+            raise SnapshotError(f"{self.file} cannot be read: {error}") from error
         return sum(piece.nbytes for piece in pieces)
 
     def check(self, found: Sequence[Storage], every: int = 1, first: int = 0) -> None:

@@ -14,6 +14,7 @@ vLLM's own worker restores: the model's buffers. Level 1 keeps everything.
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class PoolInspector:
     """Methods for ``collective_rpc`` that look at one worker's weights pool and module tree."""
 
     model_runner: Any
+    rank: int
+    parallel_config: Any
     _pool_names: list[str] | None = None
 
     def in_pool(self, tensor: torch.Tensor) -> bool:
@@ -109,7 +112,8 @@ class PoolInspector:
         """Negative control: disable one part of the package in this worker.
 
         Args:
-            part: ``view`` (the base view), ``reset`` (the reset of LoRA state) or ``mapping`` (its logits mapping).
+            part: ``view`` (the base view), ``reset`` (the reset of LoRA state), ``mapping`` (its logits mapping) or
+                ``snapshot`` (a bit of the last rank's).
         """
         from contextlib import nullcontext
 
@@ -122,6 +126,13 @@ class PoolInspector:
         elif part == "mapping":
             for processor in self.model_runner.lora_reload.lora.logits_processors:
                 processor.reset_sharded_to_full_mapping = lambda: None
+        elif part == "snapshot":
+            if self.rank == self.parallel_config.world_size - 1:
+                file = self.model_runner.lora_reload.keeper.snapshot.file
+                stat, content = file.stat(), bytearray(file.read_bytes())
+                content[len(content) // 2] ^= 1
+                file.write_bytes(content)
+                os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         else:
             raise ValueError(part)
 
