@@ -19,6 +19,7 @@ from tests.matrix.transfer import InProcessEngine, send
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine import Engine
 from tests.support.quantized import quantize
+from tests.support.snapshots import take_snapshot
 from vllm_lora_reload import WeightsMissingError
 
 pytestmark = pytest.mark.engine
@@ -169,3 +170,16 @@ def test_direct_load_does_not_count(engine: Engine, method: str) -> None:
     refused(engine)
     engine.reload()
     engine.assert_whole()
+
+
+def test_snapshot(engine: Engine, tmp_path: Path) -> None:
+    """Repacked tensors come back as they are."""
+    state = engine.worker.lora_reload
+    keeper = take_snapshot(engine.worker, tmp_path)
+    try:
+        engine.lose_weights()
+        assert state.last_restore["source"] == "snapshot"
+        engine.assert_whole()
+    finally:
+        keeper.close()
+        state.keeper = None

@@ -271,7 +271,7 @@ def test_without_the_setting(shared_engine: Engine) -> None:
     [
         Scenario(engine={"tensor_parallel_size": 2}, control="snapshot"),
         pytest.param(Scenario(family="qwen3_tied"), marks=pytest.mark.slow),
-        Scenario(quantization="awq"),
+        pytest.param(Scenario(quantization="awq"), marks=pytest.mark.slow),
     ],
     ids=["two ranks", "tied", "awq"],
 )

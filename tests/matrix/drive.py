@@ -36,9 +36,8 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 
 from tests.support.checkpoints import _FAMILIES
 from tests.support.pool import PoolLoss
-from vllm_lora_reload import plugin, seams, session
-from vllm_lora_reload.keeper import SnapshotKeeper
-from vllm_lora_reload.snapshot import Engine
+from tests.support.snapshots import take_snapshot
+from vllm_lora_reload import plugin, session
 
 from . import transfer
 
@@ -169,15 +168,9 @@ def restore_snapshot(case: Case) -> None:
     """Writes a snapshot of the reloaded weights, then loses them once more; the wake-up brings them back."""
     reload_by_loader(case)
     state = case.worker.lora_reload
-    engine = Engine(**seams.identity(case.config))
     with tempfile.TemporaryDirectory() as folder:
-        state.keeper = keeper = SnapshotKeeper(
-            Path(folder), engine, "once", "full", state.ring, state.base_storages, case.worker.device
-        )
+        keeper = take_snapshot(case.worker, Path(folder))
         try:
-            keeper.started()
-            if keeper.take()["state"] != "valid":
-                raise RuntimeError(f"no snapshot: {keeper.reason}")
             case.worker.sleep(2)
             case.worker.wake_up(["weights"])
             if not state.last_restore or state.last_restore["source"] != "snapshot":

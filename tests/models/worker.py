@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from tests.support.checkpoints import _tokenizer  # noqa: E402
 from tests.support.pool import _REGISTRIES, GARBAGE, PoolInspector, StorageRecorder  # noqa: E402
+from tests.support.snapshots import take_snapshot  # noqa: E402
 
 from . import checkpoint, configs  # noqa: E402
 
@@ -419,7 +420,7 @@ def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str, way: st
     snapshots = tempfile.TemporaryDirectory()
     if way == "snapshot":
         with set_current_vllm_config(vllm_config):
-            take_snapshot(worker, vllm_config, Path(snapshots.name))
+            take_snapshot(worker, Path(snapshots.name))
     worker.sleep(level=2)
     try:
         worker.wake_up(["weights"])
@@ -447,18 +448,6 @@ def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str, way: st
     result["moved"] = len({id(p) for p in runner.model.parameters()} ^ parameters)
     result["rewrapped"] = inspector.wrapper_names() != wrappers
     return result
-
-
-def take_snapshot(worker: Any, vllm_config: Any, folder: Path) -> None:
-    """As the worker of an engine with ``snapshot_dir`` does when it has warmed up."""
-    from vllm_lora_reload import seams
-    from vllm_lora_reload.keeper import SnapshotKeeper
-    from vllm_lora_reload.snapshot import Engine
-
-    state, engine = worker.lora_reload, Engine(**seams.identity(vllm_config))
-    state.keeper = SnapshotKeeper(folder, engine, "once", "full", state.ring, state.base_storages, CPU)
-    state.keeper.started()
-    state.keeper.take()
 
 
 def _lora_storages(runner: Any) -> set[int]:
