@@ -54,6 +54,7 @@ class WorkerState:
         ring: reads files into them.
         keeper: of snapshots, or None without the setting.
         plan: of the first load, or None without the setting ``replay``.
+        has_to_load: this rank loads the checkpoint by itself, without asking whether others have it.
         last_restore: of the base weights by this package since level 2 took them, see `SnapshotKeeper.restore`.
     """
 
@@ -98,6 +99,7 @@ class WorkerState:
         # What was loaded, if nobody has written to them meanwhile.
         self._files = before if before is not None and before == self._file_states() else None
         self._all_on_device = all(tensor.device.type == device.type for tensor in model.parameters())
+        self.has_to_load = False
         self._depth = 0
         self._changed = False  # by a load, since the keeper was last told
         self._tensors_given = 0
@@ -148,20 +150,21 @@ class WorkerState:
             self.coverage.lose()
             self.last_restore = None
 
-    def restore(self, by_itself: bool) -> bool:
+    def restore(self, discarded: bool, by_itself: bool) -> bool:
         """After a wake-up: bring the base weights back from the snapshot, if there is one that has them.
 
         A collective where there are snapshots: either every rank's weights come back so, or all ranks go the same way
         from there, since loaders may be collectives too.
 
         Args:
+            discarded: whether level 2 took them, which is so on all ranks or on none.
             by_itself: whether the checkpoint is to be loaded in any case, if nothing else brings the weights.
 
         Returns:
             Whether the checkpoint has to be loaded.
         """
         keeper = self.keeper
-        if keeper is None or self.lifecycle.state is not State.MISSING:
+        if keeper is None or not discarded:
             return by_itself and self.lifecycle.state is State.MISSING
         usable, of_checkpoint = keeper.usable, keeper.usable and keeper.of_checkpoint and self._checkpoint_unchanged()
         restored = usable and self._restored(keeper)
@@ -169,7 +172,7 @@ class WorkerState:
         checkpoint_has_the_same = seams.true_on_all_ranks(of_checkpoint)
         if not everywhere:
             if restored:
-                self.lifecycle.restore_failed(SnapshotError("another rank's could not be read"))
+                self.lifecycle.restore_failed(SnapshotError("another rank has none that could be read"))
                 self.last_restore = None
             return by_itself or checkpoint_has_the_same
         assert self.last_restore is not None
@@ -196,7 +199,7 @@ class WorkerState:
         collective where there are snapshots.
         """
         keeper = self.keeper
-        if keeper is None:
+        if keeper is None or self.has_to_load:
             return False
         complete = self.lifecycle.state is State.COMPLETE and self._depth == 0
         holds = complete and self._all_on_device and self._checkpoint_unchanged() and keeper.holds()

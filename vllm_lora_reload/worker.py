@@ -8,7 +8,7 @@ from typing import Any
 
 from . import seams, staging
 from .base_view import checkpoint_name
-from .lifecycle import Transfer
+from .lifecycle import State, Transfer
 from .runner import LoRAReloadModelRunner
 from .session import WorkerState
 
@@ -46,13 +46,17 @@ class LoRAReloadWorker:
         super().wake_up(tags)  # type: ignore[misc]
         state = self.lora_reload
         if state.lifecycle.asleep and (tags is None or "weights" in tags):
+            discarded = state.lifecycle.state is State.DISCARDED
             state.woke(self.model_runner.reset_lora_state)
-            if state.restore(by_itself=state.settings.on_missing == "reload"):
+            if state.restore(discarded, by_itself=state.settings.on_missing == "reload"):
+                state.has_to_load = True
                 try:
                     self.model_runner.reload_weights()
                 except Exception:
                     # vLLM's executor has to learn that the memory is mapped; requests are told what happened.
                     logger.exception("The checkpoint could not be loaded at wake-up")
+                finally:
+                    state.has_to_load = False
             state.settle()
 
     def shutdown(self) -> None:

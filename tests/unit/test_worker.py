@@ -555,7 +555,22 @@ def test_a_rank_whose_neighbour_failed_goes_its_way(
     assert "keeper.restore" in log and ("reload" in log) is (same or by_itself)
     status = kept.lora_reload_status()
     assert status["state"] == "missing" and status["last_restore"] is None
-    assert "another rank's could not be read" in status["error"]
+    assert "another rank has none that could be read" in status["error"]
+
+
+def test_ranks_meet_only_where_all_of_them_do(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load may have failed on this rank alone; after level 1 the others do not wait for it."""
+
+    def true_on_all_ranks(value: bool) -> bool:
+        raise AssertionError("waits for the other ranks")
+
+    monkeypatch.setattr(seams, "true_on_all_ranks", true_on_all_ranks)
+    with pytest.raises(RuntimeError), kept.lora_reload.loading():
+        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        raise RuntimeError
+    kept.sleep(1)
+    kept.wake_up()
+    assert kept.lora_reload_status()["state"] == "missing"
 
 
 def test_only_what_was_complete_can_be_restored(kept: Any, log: Log) -> None:
@@ -575,6 +590,22 @@ def test_adapters_are_dropped_as_after_a_load_if_asked(kept: Any, log: Log) -> N
     kept.sleep(2)
     kept.wake_up()
     assert log[-3:] == ["keeper.restore", "drop", "put back"]
+
+
+def test_a_load_at_wake_up_does_not_ask_the_other_ranks(kept: Any, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After level 1 this rank may be the only one that has to."""
+    kept.lora_reload.settings = Settings(on_missing="reload")
+    with pytest.raises(RuntimeError), kept.lora_reload.loading():
+        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        raise RuntimeError
+    asked: list[bool] = []
+    monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: asked.append(value) or value)
+    kept.model_runner.reload_weights = lambda: log(f"reload {kept.lora_reload.has_checkpoint()}")
+    kept.sleep(1)
+    kept.wake_up()
+    assert "reload False" in log and not asked
+    kept.lora_reload.has_checkpoint()
+    assert asked
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
