@@ -8,7 +8,6 @@ for; nobody reloads them, so they are kept on the host over the sleep.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -37,12 +36,6 @@ def region(offset: int, shape: Iterable[int], strides: Iterable[int]) -> Region:
 
 def identity(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _writes(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)  # asked for every time, it would take longer than most operators
-    return schema is not None and schema.is_mutable
 
 
 class Identities:
@@ -81,7 +74,7 @@ class WriteRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        for tensor in written_by(func, args, kwargs) if _writes(func) else ():
+        for tensor in written_by(func, args, kwargs):
             self.note(tensor, args[1] if func is torch.ops.aten.copy_.default else None)
         return out
 

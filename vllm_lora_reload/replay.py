@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .base_view import checkpoint_name
 from .coverage import Coverage, FirstLoad, Identities, Region, WriteRecorder, identity, region
 from .ring import Piece, Ring
+from .snapshot import file_states
 from .tensors import SAFETENSORS_DTYPES, written_by
 
 if TYPE_CHECKING:
@@ -89,10 +90,9 @@ class Checkpoint:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, Stored] = {}
-        self._states: dict[Path, tuple[int, ...]] = {}
-        for file in files:
+        self._states = file_states(files)
+        for file in self._states:
             with file.open("rb") as opened:
-                self._states[file] = _state(os.fstat(opened.fileno()))
                 for name, stored in _header(file, opened, os.fstat(opened.fileno()).st_size):
                     if name in self.tensors:
                         raise NoReplay(f"{name} is in {self.tensors[name].file} and again in {file}")
@@ -106,13 +106,10 @@ class Checkpoint:
         """Raises:
         OSError: a file is not what it was when this was made: what was read since may be anything.
         """
+        now = file_states(self._states)
         for file, state in self._states.items():
-            if _state(file.stat()) != state:
+            if now[file] != state:
                 raise OSError(f"{file} was changed while it was read")
-
-
-def _state(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _header(file: Path, opened: Any, size: int) -> Iterator[tuple[str, Stored]]:
@@ -262,10 +259,9 @@ class ReadRecorder(WriteRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        kind = _kind(func)
-        if kind.view:
+        if _kind(func).view:
             return out
-        written = written_by(func, args, kwargs) if kind.mutable else []
+        written = written_by(func, args, kwargs)
         if self.spoiled is None and not _is_view(written, args, out):
             try:
                 self._follow(func, args, kwargs, out, written)
@@ -447,10 +443,9 @@ class LoadRecorder(ReadRecorder):
 
 @dataclass(frozen=True)
 class _Kind:
-    """Of operators: the name without overload, whether it writes, whether its result is always a view."""
+    """Of operators: the name without overload, and whether it writes nothing and its result is always a view."""
 
     name: str
-    mutable: bool
     view: bool
 
 
@@ -458,9 +453,9 @@ class _Kind:
 def _kind(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     if schema is None:
-        return _Kind(str(func), False, False)
+        return _Kind(str(func), False)
     name = schema.name.rpartition("::")[2]
-    return _Kind(name, schema.is_mutable, not schema.is_mutable and schema.name == f"aten::{name}" and name in _VIEWS)
+    return _Kind(name, not schema.is_mutable and schema.name == f"aten::{name}" and name in _VIEWS)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

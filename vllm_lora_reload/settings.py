@@ -36,8 +36,8 @@ class Settings:
         load that changed the weights; ``never``, only when asked (``collective_rpc("lora_reload_take_snapshot")``).
     verify: which tensors are compared with the snapshot's digests after a restore: none (``off``), every sixteenth
         (``sample``) or all (``full``).
-    replay: whether ``reload_weights`` may copy an unchanged checkpoint's tensors straight to where the load at start-up
-        put them (``on``), or leaves all loading to vLLM (``off``).
+    replay: whether ``reload_weights`` may copy a checkpoint's tensors straight to where the load at start-up put them
+        (``on``), or leaves all loading to vLLM (``off``).
     ring_bytes: of pinned host memory for restoring, at most, for each worker; "512M" and the like in the environment.
     ring_threads: that read; 0 chooses from the number of cores.
     ring_chunk: bytes of one read, a multiple of 4096; 0 chooses.

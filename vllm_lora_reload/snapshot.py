@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,9 +103,9 @@ def loaded(found: Sequence[Storage]) -> list[Storage]:
 def storages(
     named: Iterable[tuple[str, torch.Tensor]],
     device: torch.device,
-    without: set[int],
-    kept: set[int],
-    brought: set[int] = frozenset(),  # type: ignore[assignment]
+    without: Set[int],
+    kept: Set[int],
+    brought: Set[int] = frozenset(),
 ) -> list[Storage]:
     """Storages of base tensors, in the order in which their first tensor comes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -103,16 +104,23 @@ def _behind(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors that one call of an operator writes to, as a ``TorchDispatchMode`` sees it."""
-    schema = getattr(func, "_schema", None)  # higher-order operators have none
-    if schema is None or not schema.is_mutable:
-        return []
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     return [
         tensor
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tree_leaves(given.get(argument.name))
+        for position, name in _written_arguments(func)
+        for tensor in tree_leaves(kwargs[name] if name in kwargs else args[position : position + 1])
         if isinstance(tensor, torch.Tensor)
+    ]
+
+
+@functools.cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Position and name of them. Asking the schema every time would take longer than most operators."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    arguments = schema.arguments if schema is not None and schema.is_mutable else ()
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 

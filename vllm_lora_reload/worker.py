@@ -93,8 +93,8 @@ class LoRAReloadWorker:
         """For ``collective_rpc``: have this rank's base weights in a snapshot as they are now, and wait for the disk.
 
         Returns:
-            ``state`` (``valid`` or ``none``), ``path`` of the file, its ``bytes``, ``seconds`` that writing took (None
-            if one was there), ``reason`` why there is none.
+            ``state`` (``valid``, ``none``, or ``writing`` if another engine is), ``path`` of the file, its ``bytes``,
+            ``seconds`` that writing took (None if one was there), ``reason`` why there is none.
         """
         keeper = self.lora_reload.keeper
         if keeper is None:
