@@ -1,9 +1,8 @@
 """Bytes of files to device memory, at what the bus can do and with little host memory.
 
-Threads read chunks into a small ring of pinned buffers, two for each thread, and send each on its way on the thread's
-own stream while they read the next. Python threads suffice: nearly all of their time passes in ``preadv``, which holds
-no lock. A mapping would save a system call, but a file that somebody truncates would then end the process (SIGBUS);
-``preadv`` merely returns less.
+Threads (`reads`) fill a small ring of pinned buffers, two for each thread, while one Python thread begins these reads
+and sends each buffer that is full on its way on one of two streams. Reads go by ``pread``: a mapping would save a
+system call, but a file that somebody truncates would then end the process (SIGBUS); ``pread`` merely returns less.
 
 The shape of the loop (a worker that knows nothing of models, fed with offsets) is checkpoint-engine's.
 """
@@ -11,21 +10,24 @@ The shape of the loop (a worker that knows nothing of models, fed with offsets) 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from .reads import Reads, reads_for
 from .tensors import as_bytes
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
@@ -33,9 +35,10 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own logger
 Reader = Literal["auto", "buffered", "direct"]
 
 PAGE = 4096  # offsets and sizes of direct reads and writes are multiples of it
-_CHUNK = 8 << 20  # smaller ones cost a GPU machine more in Python than they save
+_CHUNK = 4 << 20
 _LEAST_CHUNK = 1 << 20
 _THREADS = 16
+_STREAMS = 2  # so that the bus has the next copy before the one before has ended
 _GAP = 64 << 10  # bytes that are rather read and dropped than skipped
 
 
@@ -160,8 +163,8 @@ _HOST_TO_DEVICE = 1
 def _copy_async(device: torch.device) -> _Copy | None:
     """``cudaMemcpyAsync`` of the CUDA runtime that torch has loaded, keeping the GIL; None where it cannot be had.
 
-    ``Tensor.copy_`` releases the GIL for a few microseconds, and getting it back among many threads costs more than the
-    call: with the reads, that would be most of what a chunk costs. How to find the library is vLLM's ``CudaRTLibrary``.
+    ``Tensor.copy_`` takes several times as long to begin a copy, which counts where the tensors are many and small. How
+    to find the library is vLLM's ``CudaRTLibrary``.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return None
@@ -175,51 +178,26 @@ def _copy_async(device: torch.device) -> _Copy | None:
     return copy
 
 
-class _Lane:
-    """One thread's buffers and stream."""
+@dataclass
+class _Slot:
+    """One buffer, and the chunk that is on its way through it.
 
-    def __init__(self, buffers: Sequence[torch.Tensor], device: torch.device, copy: _Copy | None) -> None:
-        self.buffers = buffers
-        self._addresses = [buffer.data_ptr() for buffer in buffers]
-        self._copy = copy
-        self.views = [buffer.numpy().data for buffer in buffers]
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.sent = [torch.cuda.Event() for _ in buffers] if device.type == "cuda" else []
-        self.scratch: torch.Tensor | None = None
+    Attributes:
+        sent: marks the end of the copies out of it; None where copies are done when they return.
+        got: bytes of the chunk that have been read.
+    """
 
-    def active(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+    number: int
+    buffer: torch.Tensor
+    address: int
+    sent: torch.cuda.Event | None
+    chunk: _Chunk = field(default_factory=lambda: _Chunk(-1, 0, 0))
+    got: int = 0
 
-    def wait_for(self, index: int) -> None:
-        # To ask first costs less than to wait: by then the copy is nearly always done, and waiting releases the GIL.
-        if self.sent and not self.sent[index].query():
-            self.sent[index].synchronize()
-
-    def send(self, index: int, chunk: _Chunk) -> None:
-        buffer = self.buffers[index]
-        for piece in chunk.pieces:
-            start = piece.offset - chunk.start
-            if piece.stride is not None:
-                self._spread(buffer[start : start + piece.nbytes], piece, piece.stride)
-            elif self._copy is not None and self.stream is not None:
-                target, source = piece.target.data_ptr(), self._addresses[index] + start
-                stream = self.stream.cuda_stream
-                torch.cuda.check_error(self._copy(target, source, piece.nbytes, _HOST_TO_DEVICE, stream))
-            else:
-                piece.target.copy_(buffer[start : start + piece.nbytes], non_blocking=True)
-        if self.sent:
-            self.sent[index].record()
-
-    def _spread(self, source: torch.Tensor, piece: Piece, stride: tuple[int, ...]) -> None:
-        """Copy elements that lie apart: as they are to the device, which sorts them faster than the host."""
-        assert self.scratch is not None
-        scratch = self.scratch[: source.numel()]
-        scratch.copy_(source, non_blocking=True)
-        piece.target.copy_(scratch.view(piece.dtype or piece.target.dtype).as_strided(piece.target.shape, stride))
-
-    def finish(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
+    def start(self, reads: Reads) -> None:
+        """Read what is missing. The last read of a direct file may ask for more than there is."""
+        end = -(-self.chunk.stop // PAGE) * PAGE - self.chunk.start
+        reads.start(self.number, self.chunk.file, self.buffer[self.got : end], self.chunk.start + self.got)
 
 
 def threads_for(ranks: int) -> int:
@@ -233,8 +211,8 @@ class Ring:
     Args:
         device: where targets are.
         max_bytes: of pinned host memory, at most.
-        threads: how many read; 0: from the number of cores.
-        chunk: bytes of one read, a power of two; 0: 8 MiB, less if `max_bytes` asks for it.
+        threads: how many reads go on at a time; 0: from the number of cores.
+        chunk: bytes of one read, a power of two; 0: 4 MiB, less if `max_bytes` asks for it.
         reader: ``buffered`` reads through the page cache, ``direct`` past it (O_DIRECT). ``auto`` reads a file through
             the page cache if it is there, else past it, which is faster for many threads, and has it brought there
             afterwards (`warm`).
@@ -260,8 +238,9 @@ class Ring:
         self.reader: Reader = reader
         self.nbytes = 0
         self._pinned: Pinned | None = None
-        self._lanes: list[_Lane] = []
-        self._pool: ThreadPoolExecutor | None = None
+        self._slots: list[_Slot] = []
+        self._streams: list[torch.cuda.Stream] = []
+        self._copy: _Copy | None = None
         self._cold: list[Path] = []
         self._warming = threading.Event()  # set: to be given up
 
@@ -270,12 +249,15 @@ class Ring:
         if self._pinned is not None:
             return
         size = 2 * self.chunk * self.threads
+        on_gpu = self.device.type == "cuda"
         self._pinned = Pinned(size, self.device)
         assert self._pinned.memory is not None
-        buffers = self._pinned.memory.split(self.chunk)
-        copy = _copy_async(self.device)
-        self._lanes = [_Lane(pair, self.device, copy) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
-        self._pool = ThreadPoolExecutor(self.threads, "lora-reload-ring")
+        self._slots = [
+            _Slot(number, buffer, buffer.data_ptr(), torch.cuda.Event() if on_gpu else None)
+            for number, buffer in enumerate(self._pinned.memory.split(self.chunk))
+        ]
+        self._streams = [torch.cuda.Stream(self.device) for _ in range(_STREAMS)] if on_gpu else []
+        self._copy = _copy_async(self.device)
         self.nbytes = size
 
     def warm(self, paths: Iterable[Path]) -> None:
@@ -290,11 +272,9 @@ class Ring:
             threading.Thread(target=_warm, args=args, name="lora-reload-warm", daemon=True).start()
 
     def close(self) -> None:
-        """Free buffers and threads; the next `read` takes new ones."""
+        """Free the buffers; the next `read` takes new ones."""
         self._warming.set()
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._pool, self._lanes = None, []
+        self._slots, self._streams = [], []
         if self._pinned is not None:
             self._pinned.close()
         self._pinned, self.nbytes = None, 0
@@ -309,33 +289,27 @@ class Ring:
             OSError: a file is gone, ends too early or cannot be read; what was read before it is in its target.
         """
         self.prepare()
-        assert self._pool is not None
         self._warming.set()
         self._cold = []
         with ExitStack() as stack:
             names: dict[int, Path] = {}
-            todo: deque[_Chunk] = deque()
+            parts: list[Iterator[_Chunk]] = []  # made while others are on their way
             for path, pieces in wanted.items():
                 fd = self._open(path)
                 stack.callback(os.close, fd)
                 names[fd] = path
-                todo.extend(_chunks(fd, pieces, self.chunk))
-            scratch = None
-            if any(piece.stride is not None for chunk in todo for piece in chunk.pieces):
-                scratch = torch.empty(self.chunk * len(self._lanes), dtype=torch.uint8, device=self.device)
-            for number, lane in enumerate(self._lanes):
-                lane.scratch = None if scratch is None else scratch[number * self.chunk :][: self.chunk]
+                parts.append(_chunks(fd, pieces, self.chunk))
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
-            running = [self._pool.submit(self._run, lane, todo, names) for lane in self._lanes]
-            wait(running)  # all of them, before files close and buffers are used again
-            for lane in self._lanes:
-                lane.scratch = None
-            for future in running:
-                future.result()
-        if scratch is not None and self.device.type == "cuda":
-            del scratch
-            torch.cuda.empty_cache()
+            scratch = None
+            if any(piece.stride is not None for pieces in wanted.values() for piece in pieces):
+                scratch = torch.empty(max(1, len(self._streams)), self.chunk, dtype=torch.uint8, device=self.device)
+            # In a thread of its own no mode of the caller is active, such as the recorder of what loaders write.
+            with ThreadPoolExecutor(1, "lora-reload-ring") as thread:
+                thread.submit(self._run, itertools.chain.from_iterable(parts), names, scratch).result()
+            if scratch is not None and self.device.type == "cuda":
+                del scratch
+                torch.cuda.empty_cache()
         if self._cold:
             self.warm(self._cold)
 
@@ -352,38 +326,84 @@ class Ring:
             self._cold.append(path)
         return direct
 
-    def _run(self, lane: _Lane, todo: deque[_Chunk], names: Mapping[int, Path]) -> None:
-        turn = 0
+    @torch.no_grad()
+    def _run(self, chunks: Iterator[_Chunk], names: Mapping[int, Path], scratch: torch.Tensor | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        free, sent = deque(self._slots), deque[_Slot]()
+        reading: list[_Slot] = []
+        reads = reads_for(len(self._slots))
+        turns = itertools.cycle(range(max(1, len(self._streams))))
+        todo = next(chunks, None)
+        moved = time.monotonic()
         try:
-            with torch.no_grad(), torch.cuda.device(self.device) if lane.stream else nullcontext(), lane.active():
-                while todo:
-                    try:
-                        chunk = todo.popleft()
-                    except IndexError:  # another thread took the last one
-                        break
-                    lane.wait_for(turn)
-                    _fill(lane.views[turn], chunk, names[chunk.file])
-                    lane.send(turn, chunk)
-                    turn = 1 - turn
-        except BaseException:
-            todo.clear()
-            raise
+            while todo is not None or reading:
+                while todo is not None and free and len(reading) < self.threads:
+                    slot = free.popleft()
+                    slot.chunk, slot.got = todo, 0
+                    slot.start(reads)
+                    reading.append(slot)
+                    todo = next(chunks, None)
+                for slot in tuple(reading):
+                    if (got := _done(reads, slot, names)) is None:
+                        continue
+                    moved = time.monotonic()
+                    slot.got += got
+                    if slot.got < slot.chunk.stop - slot.chunk.start:
+                        slot.start(reads)
+                        continue
+                    reading.remove(slot)
+                    self._send(slot, next(turns), scratch)
+                    sent.append(slot)
+                while sent and (sent[0].sent is None or sent[0].sent.query()):
+                    free.append(sent.popleft())
+                    moved = time.monotonic()
+                if time.monotonic() - moved >= reads.spin:  # reads slower than the bus: others may have the processor
+                    reads.wait([slot.number for slot in reading], 0.001) if reading else time.sleep(0.0001)
         finally:
-            lane.finish()
+            reads.close()
+            for stream in self._streams:
+                stream.synchronize()
+
+    def _send(self, slot: _Slot, turn: int, scratch: torch.Tensor | None) -> None:
+        """Put the copies of a chunk's pieces on a stream."""
+        stream = self._streams[turn] if self._streams else None
+        for piece in slot.chunk.pieces:
+            start = piece.offset - slot.chunk.start
+            if self._copy is not None and stream is not None and piece.stride is None:
+                target, address = piece.target.data_ptr(), slot.address + start
+                if error := self._copy(target, address, piece.nbytes, _HOST_TO_DEVICE, stream.cuda_stream):
+                    torch.cuda.check_error(error)
+                continue
+            source = slot.buffer[start : start + piece.nbytes]
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                if piece.stride is not None:
+                    assert scratch is not None
+                    _spread(source, piece, piece.stride, scratch[turn])
+                else:
+                    piece.target.copy_(source, non_blocking=True)
+        if slot.sent is not None:
+            slot.sent.record(stream)
 
 
-def _fill(buffer: memoryview, chunk: _Chunk, path: Path) -> None:
-    """Read a chunk. The last read of a direct file may ask for more than there is."""
-    needed, asked = chunk.stop - chunk.start, -(-chunk.stop // PAGE) * PAGE - chunk.start
-    done = 0
-    while done < needed:
-        try:
-            got = os.preadv(chunk.file, [buffer[done:asked]], chunk.start + done)
-        except OSError as error:
-            raise OSError(error.errno, f"{os.strerror(error.errno or 0)} at byte {chunk.start + done}", path) from error
-        if got == 0:
-            raise OSError(f"{path} ends at byte {chunk.start + done}; {chunk.stop} are needed")
-        done += got
+def _spread(source: torch.Tensor, piece: Piece, stride: tuple[int, ...], scratch: torch.Tensor) -> None:
+    """Copy elements that lie apart: as they are to the device, which sorts them faster than the host."""
+    scratch = scratch[: source.numel()]
+    scratch.copy_(source, non_blocking=True)
+    piece.target.copy_(scratch.view(piece.dtype or piece.target.dtype).as_strided(piece.target.shape, stride))
+
+
+def _done(reads: Reads, slot: _Slot, names: Mapping[int, Path]) -> int | None:
+    """Bytes that a read brought, None while it goes on."""
+    chunk, path = slot.chunk, names[slot.chunk.file]
+    try:
+        got = reads.done(slot.number)
+    except OSError as error:
+        at = chunk.start + slot.got
+        raise OSError(error.errno, f"{os.strerror(error.errno or 0)} at byte {at}", path) from error
+    if got == 0:
+        raise OSError(f"{path} ends at byte {chunk.start + slot.got}; {chunk.stop} are needed")
+    return got
 
 
 def _warm(paths: Sequence[Path], given_up: threading.Event) -> None:

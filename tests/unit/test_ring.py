@@ -1,8 +1,8 @@
 """Files into memory. The device is the CPU; tests/gpu runs the same on a GPU."""
 
+import errno
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_lora_reload import reads
 from vllm_lora_reload import ring as ring_module
 from vllm_lora_reload.ring import PAGE, Piece, Ring, resident, threads_for
 
@@ -31,8 +32,18 @@ def file(content: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
+@pytest.fixture(params=["native", "threads"])
+def kind(request: Any, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """What reads for the ring, here whatever the machine would choose."""
+    if request.param == "native" and reads._library() is None:
+        pytest.skip("no glibc")
+    made = reads.ThreadReads if request.param == "threads" else reads.NativeReads
+    monkeypatch.setattr(ring_module, "reads_for", lambda slots: made(slots))
+    return made
+
+
 @pytest.fixture(params=["buffered", "direct", "auto"])
-def ring(request: Any) -> Iterator[Ring]:
+def ring(kind: type[Any], request: Any) -> Iterator[Ring]:
     ring = Ring(CPU, threads=3, chunk=1 << 20, reader=request.param)
     yield ring
     ring.close()
@@ -101,37 +112,49 @@ def test_a_file_that_is_too_short(ring: Ring, file: Path) -> None:
     ring.read({file: [Piece(0, target)]})
 
 
-def test_an_error_of_the_disk(ring: Ring, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def preadv(fd: int, *args: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(OSError, match=rf"Input/output error at byte 0: .*{file.name}") as caught:
-        ring._pool or ring.prepare()
+def test_an_error_of_the_disk(kind: type[Any], ring: Ring, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kind.start
+    monkeypatch.setattr(kind, "start", lambda self, slot, fd, *rest: real(self, slot, broken, *rest))
+    broken = os.open(file, os.O_WRONLY)  # the system answers with EBADF to reads of it
+    with pytest.raises(OSError, match=rf"Bad file descriptor at byte 0: .*{file.name}") as caught:
         ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
-    assert caught.value.errno == 5
+    os.close(broken)
+    assert caught.value.errno == errno.EBADF
 
 
-def test_after_an_error_no_thread_reads_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    failed = threading.Event()
-    real = os.preadv
+def test_after_an_error_no_read_begins_and_none_goes_on(
+    kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers may be used again, and descriptors are closed, when the error comes."""
+    begun: list[int] = []
+    started, closed = kind.start, kind.close
+    broken = os.open(file, os.O_WRONLY)
 
-    def preadv(fd: int, buffers: Any, at: int, *flags: int) -> int:
-        if at == 0:
-            failed.set()
-            raise OSError(5, "Input/output error")
-        assert failed.wait(10)
-        reads.append(at)
-        time.sleep(0.05)
-        return real(fd, buffers, at, *flags)
+    def start(self: Any, slot: int, fd: int, buffer: torch.Tensor, at: int) -> None:
+        begun.append(slot)
+        started(self, slot, broken if at == 0 else fd, buffer, at)
 
-    ring = Ring(CPU, threads=2, chunk=PAGE, reader="buffered")
-    monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(OSError, match="Input/output error"):
+    def close(self: Any) -> None:
+        before = list(begun)
+        closed(self)
+        assert begun == before and len(before) <= 4
+        results = []
+        for slot in before:
+            try:
+                results.append(self.done(slot))
+            except OSError:
+                results.append(-1)
+        assert None not in results and -1 in results
+
+    monkeypatch.setattr(kind, "start", start)
+    monkeypatch.setattr(kind, "close", close)
+    ring = Ring(CPU, threads=4, chunk=1 << 20, reader="buffered")
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Bad file descriptor"):
         ring.read({file: [Piece(0, torch.empty(SIZE, dtype=torch.uint8))]})
+    assert len(os.listdir("/proc/self/fd")) == open_before
     ring.close()
-    assert len(reads) <= 1
+    os.close(broken)
 
 
 def test_a_file_that_is_gone(ring: Ring, tmp_path: Path) -> None:
@@ -139,9 +162,12 @@ def test_a_file_that_is_gone(ring: Ring, tmp_path: Path) -> None:
         ring.read({tmp_path / "gone": [Piece(0, torch.empty(9, dtype=torch.uint8))]})
 
 
-def test_reads_that_bring_less_than_asked(ring: Ring, file: Path, content: torch.Tensor, monkeypatch: Any) -> None:
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, *flags: real(fd, [buffers[0][:PAGE]], at, *flags))
+def test_reads_that_bring_less_than_asked(
+    kind: type[Any], ring: Ring, file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = kind.start
+    less = lambda self, slot, fd, buffer, at: real(self, slot, fd, buffer[:PAGE], at)  # noqa: E731
+    monkeypatch.setattr(kind, "start", less)
     target = torch.empty(100_000, dtype=torch.uint8)
     ring.read({file: [Piece(3, target)]})
     assert torch.equal(target, content[3:100_003])
@@ -150,7 +176,7 @@ def test_reads_that_bring_less_than_asked(ring: Ring, file: Path, content: torch
 @pytest.mark.parametrize(
     ("max_bytes", "threads", "chunk", "expected"),
     [
-        (512 << 20, 16, 0, (16, 8 << 20)),
+        (512 << 20, 16, 0, (16, 4 << 20)),
         (64 << 20, 16, 0, (16, 2 << 20)),
         (8 << 20, 16, 0, (4, 1 << 20)),
         (512 << 20, 2, 4 << 20, (2, 4 << 20)),
@@ -217,7 +243,7 @@ def test_warming_reads_what_is_missing_and_has_room(
             return len(got) > 5
 
     ring_module._warm([file], Counted())  # type: ignore[arg-type]
-    assert len(got) == (SIZE // (8 << 20) + 2 if reads else 0)
+    assert len(got) == (SIZE // ring_module._CHUNK + 2 if reads else 0)
 
 
 def test_warming_ends_with_the_next_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
