@@ -39,14 +39,14 @@ class Part:
 
 def parts(layers: int, quick: bool, folder: str) -> list[Part]:
     """In order of interest: time may run out."""
-    cycles = ["--layers", str(layers), "--cycles", "3" if quick else "5", "--together", "--folder", folder]
+    cycles = ["--layers", str(layers), "--cycles", "3" if quick else "4", "--together", "--folder", folder]
     sizes = ["1", "4", "8"] if quick else ["1", "4", "8", "16"]
     ranks = ["8", "32", "128"] if quick else ["8", "32", "64", "128", "256"]
-    reading = 90 if quick else 160
+    reading = 60 if quick else 90
     files = ["--folder", folder, "--seconds", str(reading), "--rounds", "2" if quick else "3", "--gigabytes", *sizes]
     return [
-        Part("cycle", "benchmarks.cycle", 320, cycles),
-        Part("scaling", "benchmarks.scaling", reading + 60, files),
+        Part("cycle", "benchmarks.cycle", 300, cycles),
+        Part("scaling", "benchmarks.scaling", reading + 40, files),
         Part("digest", "benchmarks.digest", 60),
         Part("adapters-sweep", "benchmarks.adapters", 150, ["--sweep", "--ranks", *ranks]),
         Part("overhead", "benchmarks.overhead", 150, ["--starts", "1", "--pairs", "6" if quick else "12"]),

@@ -68,7 +68,7 @@ def cases(sizes: Sequence[float], at: float, cores: int) -> list[Case]:
         *(Case("size", size, 0, "buffered", True) for size in sizes),
         *(Case("threads", at, count, "buffered", True) for count in threads),
         *(Case("size", size, 0, reader, False) for size in cold for reader in ("buffered", "direct")),
-        *(Case("threads", at / 2, count, reader, False) for count in threads for reader in ("buffered", "direct")),
+        *(Case("threads", at / 4, count, reader, False) for count in threads for reader in ("buffered", "direct")),
     ]
 
 
@@ -449,7 +449,7 @@ def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> dic
                 f"{case.gigabytes:g} GB {case.reader} {cache}, {case.threads or 'auto'} threads"
             )
             continue
-        rounds = args.rounds if case.warm or case.gigabytes <= 4 else 1
+        rounds = args.rounds if case.warm or case.gigabytes <= 1 else 1
         try:
             found = run_case(case, file, target, block, rounds)
         except Exception as error:

@@ -229,6 +229,8 @@ class Ring:
         chunk: int = 0,
         reader: Reader = "auto",
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # reads go on in another thread
         self.device = device
         self.threads = threads or threads_for(1)
         self.chunk = chunk or _CHUNK

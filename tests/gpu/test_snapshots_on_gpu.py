@@ -41,7 +41,7 @@ def test_bytes_of_many_pieces(reader: Any, tmp_path: Path) -> None:
         got = columns[:, :2000].cpu()
         assert torch.equal(got.view(torch.int32), source.float().view(torch.int32))
         assert (columns[:, 2000:] == -1).all()
-    assert ring.nbytes == 4 * 2 * 8 << 20
+    assert ring.nbytes == 4 * 2 * 4 << 20
     ring.close()
 
 
