@@ -18,16 +18,18 @@ from typing import Any, Protocol
 import torch
 
 _SIGEV_NONE = 1
-_MOST_THREADS = 64  # of glibc in this process; a Ring keeps fewer reads going at a time
 
 
 class Reads(Protocol):
     """Reads by number of the slot that they are for; one at a time in each slot.
 
     Attributes:
+        ahead: how many to have begun at the most. Where they wait their turn these are more than go on at a time: then
+            no thread is idle between the end of one and the start of the next.
         spin: how long to go on asking before waiting pays, in seconds.
     """
 
+    ahead: int
     spin: float
 
     def start(self, slot: int, fd: int, buffer: torch.Tensor, offset: int) -> None:
@@ -52,12 +54,13 @@ class Reads(Protocol):
 
 
 class ThreadReads:
-    """By Python threads, as many as there are slots at the most."""
+    """By Python threads."""
 
     spin = 0.0  # they would wait for the lock of the thread that spins
 
-    def __init__(self, slots: int) -> None:
-        self._pool = ThreadPoolExecutor(slots, "lora-reload-ring")
+    def __init__(self, slots: int, threads: int) -> None:
+        self.ahead = slots
+        self._pool = ThreadPoolExecutor(threads, "lora-reload-ring")
         self._reads: dict[int, Future[int]] = {}
 
     def start(self, slot: int, fd: int, buffer: torch.Tensor, offset: int) -> None:
@@ -104,7 +107,7 @@ class _Seconds(ctypes.Structure):
 
 
 class _Library:
-    """The four calls. Short ones keep Python's lock, which costs less than to get it back; waiting gives it away."""
+    """The calls that are used. Short ones keep Python's lock, which costs less than to get it back."""
 
     def __init__(self, keeping: ctypes.PyDLL, releasing: ctypes.CDLL) -> None:
         self.read: Callable[[Any], int] = keeping.aio_read
@@ -112,8 +115,15 @@ class _Library:
         self.result: Callable[[Any], int] = keeping.aio_return
         keeping.aio_return.restype = ctypes.c_ssize_t
         self.suspend: Callable[[Any, int, Any], int] = releasing.aio_suspend
-        options = _Options(threads=_MOST_THREADS, num=_MOST_THREADS, idle_time=1)
-        keeping.aio_init(ctypes.byref(options))
+        self._init: Callable[[Any], None] = keeping.aio_init
+        self._threads = 0
+
+    def threads(self, wanted: int) -> int:
+        """How many threads glibc reads with at the most. The first to ask decides, for the whole process."""
+        if not self._threads:
+            self._init(ctypes.byref(_Options(threads=wanted, num=2 * wanted, idle_time=1)))
+            self._threads = wanted
+        return self._threads
 
 
 @cache
@@ -141,12 +151,13 @@ def _none_in_child() -> None:
 class NativeReads:
     """By glibc's threads. Each slot has a file descriptor of its own, as reads of one go one after another."""
 
-    spin = 0.0003
+    spin = 0.001
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, threads: int) -> None:
         library = _library()
         if library is None:
             raise OSError(errno.ENOSYS, "this machine has no POSIX AIO of glibc")
+        self.ahead = slots if library.threads(threads) <= threads else threads
         self._library = library
         self._controls = [_Control(sigev_notify=_SIGEV_NONE) for _ in range(slots)]
         self._references = [ctypes.byref(control) for control in self._controls]
@@ -193,6 +204,6 @@ def _raise(error: int) -> None:
     raise OSError(error, os.strerror(error))
 
 
-def reads_for(slots: int) -> Reads:
-    """The fastest kind that there is here, for `slots` reads at a time."""
-    return ThreadReads(slots) if _library() is None or _forked else NativeReads(slots)
+def reads_for(slots: int, threads: int) -> Reads:
+    """The fastest kind that there is here, for as many slots, `threads` reads going on at a time."""
+    return (ThreadReads if _library() is None or _forked else NativeReads)(slots, threads)

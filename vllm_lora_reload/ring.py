@@ -334,21 +334,30 @@ class Ring:
             torch.cuda.set_device(self.device)
         free, sent = deque(self._slots), deque[_Slot]()
         reading: list[_Slot] = []
-        reads = reads_for(len(self._slots))
+        reads = reads_for(len(self._slots), self.threads)
         turns = itertools.cycle(range(max(1, len(self._streams))))
         todo = next(chunks, None)
         moved = time.monotonic()
         try:
             while todo is not None or reading:
-                while todo is not None and free and len(reading) < self.threads:
+                while todo is not None and free and len(reading) < reads.ahead:
                     slot = free.popleft()
                     slot.chunk, slot.got = todo, 0
                     slot.start(reads)
                     reading.append(slot)
                     todo = next(chunks, None)
                 for slot in tuple(reading):
-                    if (got := _done(reads, slot, names)) is None:
+                    try:
+                        got = reads.done(slot.number)
+                    except OSError as error:
+                        at = slot.chunk.start + slot.got
+                        text = f"{os.strerror(error.errno or 0)} at byte {at}"
+                        raise OSError(error.errno, text, names[slot.chunk.file]) from error
+                    if got is None:
                         continue
+                    if got == 0:
+                        end = f"ends at byte {slot.chunk.start + slot.got}; {slot.chunk.stop} are needed"
+                        raise OSError(f"{names[slot.chunk.file]} {end}")
                     moved = time.monotonic()
                     slot.got += got
                     if slot.got < slot.chunk.stop - slot.chunk.start:
@@ -393,19 +402,6 @@ def _spread(source: torch.Tensor, piece: Piece, stride: tuple[int, ...], scratch
     scratch = scratch[: source.numel()]
     scratch.copy_(source, non_blocking=True)
     piece.target.copy_(scratch.view(piece.dtype or piece.target.dtype).as_strided(piece.target.shape, stride))
-
-
-def _done(reads: Reads, slot: _Slot, names: Mapping[int, Path]) -> int | None:
-    """Bytes that a read brought, None while it goes on."""
-    chunk, path = slot.chunk, names[slot.chunk.file]
-    try:
-        got = reads.done(slot.number)
-    except OSError as error:
-        at = chunk.start + slot.got
-        raise OSError(error.errno, f"{os.strerror(error.errno or 0)} at byte {at}", path) from error
-    if got == 0:
-        raise OSError(f"{path} ends at byte {chunk.start + slot.got}; {chunk.stop} are needed")
-    return got
 
 
 def _warm(paths: Sequence[Path], given_up: threading.Event) -> None:

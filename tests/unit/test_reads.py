@@ -18,7 +18,7 @@ KINDS = [ThreadReads, *([NativeReads] if reads._library() else [])]
 
 @pytest.fixture(params=KINDS)
 def some(request: Any) -> Iterator[Reads]:
-    made = request.param(4)
+    made = request.param(4, 4)
     yield made
     made.close()
 
@@ -34,18 +34,30 @@ def read(some: Reads, slot: int, fd: int, size: int, at: int) -> tuple[int, byte
 def test_this_machine_has_the_native_kind() -> None:
     """Else every test of it would be left out unseen where it matters, which is Linux with glibc."""
     glibc = "CS_GNU_LIBC_VERSION" in os.confstr_names and os.confstr("CS_GNU_LIBC_VERSION")
-    assert isinstance(reads_for(2), NativeReads) is bool(glibc)
+    assert isinstance(reads_for(2, 2), NativeReads) is bool(glibc)
 
 
 def test_another_library_is_not_taken_for_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "confstr", lambda name: None)
     reads._library.cache_clear()
     try:
-        assert isinstance(reads_for(2), ThreadReads)
+        assert isinstance(reads_for(2, 2), ThreadReads)
         with pytest.raises(OSError, match="no POSIX AIO"):
-            NativeReads(1)
+            NativeReads(1, 1)
     finally:
         reads._library.cache_clear()
+
+
+def test_no_more_go_on_than_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc takes the number of threads once; with fewer wanted later, no more reads are begun than may go on."""
+    library = reads._Library.__new__(reads._Library)
+    asked: list[int] = []
+    library._init, library._threads = lambda options: asked.append(options._obj.threads), 0
+    assert [library.threads(wanted) for wanted in (8, 16, 4)] == [8, 8, 8] and asked == [8]
+    for threads, ahead in ((8, 20), (16, 20), (4, 4)):
+        monkeypatch.setattr(library, "threads", lambda wanted: 8)
+        monkeypatch.setattr(reads, "_library", lambda: library)
+        assert NativeReads(20, threads).ahead == ahead
 
 
 def test_bytes_from_where_they_were_asked(some: Reads, tmp_path: Path) -> None:
@@ -102,7 +114,7 @@ def test_close_waits_for_what_goes_on(some: Reads) -> None:
 
 
 def _in_child(file: str, results: Any) -> None:
-    made = reads_for(2)
+    made = reads_for(2, 2)
     fd = os.open(file, os.O_RDONLY)
     results.put((type(made).__name__, read(made, 0, fd, 3, 0)))
 
@@ -113,7 +125,7 @@ def test_after_a_fork(used: bool, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     if used:
         fd = os.open(tmp_path / "a", os.O_RDONLY)
-        read(reads_for(2), 0, fd, 3, 0)
+        read(reads_for(2, 2), 0, fd, 3, 0)
         os.close(fd)
     context = multiprocessing.get_context("fork" if used else "spawn")
     results = context.Queue()
