@@ -256,8 +256,9 @@ class Parent:
     def tell(self, value: Any) -> None:
         self._connection.send(("value", value))
 
-    def wait(self) -> None:
-        self._connection.recv()
+    def wait(self) -> Any:
+        """Until it is told to go on; what it is told."""
+        return self._connection.recv()
 
 
 class Child:
@@ -307,9 +308,9 @@ class Child:
             raise ChildError(value)
         return value
 
-    def go(self) -> None:
+    def go(self, value: Any = None) -> None:
         try:
-            self._ours.send("go")
+            self._ours.send(value)
         except OSError:  # `receive` says what happened
             return
 

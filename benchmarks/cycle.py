@@ -16,8 +16,10 @@ projections. Each variant is an engine in a process of its own:
 A cycle: sleep, wake weights, reload where needed, wake KV cache, first token of adapter 1, of the base model, and of
 the other adapters, one request after another. `total` is the time from the start of the sleep to the first token of
 adapter 1. The first cycle, whose sleep allocates memory, is shown on its own. `exact`: cycles after which all
-parameters and buffers of the model had the bytes from before. `answers`: first tokens equal to those before the first
-sleep; a few can differ in a correct engine, since LoRA kernels add in no fixed order. `pinned`: most bytes of
+parameters and buffers of the model had the bytes from before; `slots`: the same of the memory that adapters are brought
+into. `answers`: first tokens that had been answered to one of four questions before the first sleep; one can differ in
+a correct engine, since LoRA kernels add in no fixed order. `in s`: what the package says a restore took, its
+verification included. `pinned`: most bytes of
 page-locked host memory, those of torch's allocator and those of this package's ring. `resident +`: how much the
 resident host memory of the process grew at most over the cycles.
 
@@ -32,11 +34,13 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from . import common
 from .common import Child, ChildError, Parent, middle, paired
@@ -92,8 +96,12 @@ def run_variant(config: dict[str, Any], parent: Parent) -> None:
         return int(outputs[0].outputs[0].token_ids[0])
 
     tokens_of_start = {name: common.timed(partial(first_token, name)) for name in who}
-    for _ in range(2):  # kernels are compiled, allocators have what they need
-        expected = {name: first_token(name) for name in who}
+    expected: dict[str, set[int]] = {name: set() for name in who}
+    for turn in range(5):
+        for name in who:
+            token = first_token(name)
+            if turn:  # kernels are compiled, allocators have what they need
+                expected[name].add(token)
     snapshot = None
     if "snapshot_dir" in variant.settings:
         snapshot = dict(llm.collective_rpc("lora_reload_take_snapshot")[0])
@@ -107,7 +115,7 @@ def run_variant(config: dict[str, Any], parent: Parent) -> None:
     def bytes_of_model() -> dict[str, int]:
         return common.digests(model.named_parameters()) | common.digests(model.named_buffers())
 
-    before = bytes_of_model()
+    before, slots_before = bytes_of_model(), common.digests(slots(model))
     memory_before = common.host_memory()
     sampler = common.MemorySampler()
     ring = 0
@@ -116,7 +124,8 @@ def run_variant(config: dict[str, Any], parent: Parent) -> None:
         now = bytes_of_model()
         cycle["differ"] = sorted(name for name in before if now.get(name) != before[name])[:20]
         cycle["exact"] = now == before
-        cycle["same"] = {name: tokens[name] == expected[name] for name in who}
+        cycle["slots"] = common.digests(slots(model)) == slots_before if lora else None
+        cycle["same"] = {name: tokens[name] in expected[name] for name in who}
         if variant.plugins != "none":
             status = llm.collective_rpc("lora_reload_status")[0]
             cycle["restore"] = status.get("last_restore")
@@ -126,6 +135,14 @@ def run_variant(config: dict[str, Any], parent: Parent) -> None:
         parent.tell(cycle)
     peak = sampler.stop()
     parent.tell({"before": memory_before, "peak": peak, "torch pinned": common.pinned_by_torch(), "ring": ring})
+
+
+def slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What adapters have brought into the memory of LoRA layers."""
+    for owner, module in model.named_modules():
+        for name in ("lora_a_stacked", "lora_b_stacked"):
+            for number, tensor in enumerate(getattr(module, name, ())):
+                yield f"{owner}.{name}.{number}", tensor
 
 
 def engine_arguments(config: dict[str, Any], variant: Variant, lora: bool) -> dict[str, Any]:
@@ -180,8 +197,6 @@ def run_cycle(
 
 def make_files(config: dict[str, Any], parent: Parent) -> None:
     """Checkpoint and adapters, on the GPU if there is one, which is free again when the process ends."""
-    import torch
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape, folder = Shape(**config["shape"]), Path(config["folder"])
     make_checkpoint(folder / "model", shape, device)
@@ -256,6 +271,12 @@ def ready(variant: dict[str, Any]) -> list[float | None]:
     return [cycle["wake weights"] + cycle.get("reload", 0) for cycle in variant.get("cycles", [])[1:]]
 
 
+def restore_rates(variant: dict[str, Any]) -> list[float | None]:
+    """GB/s of restores after the first cycle, verification included."""
+    pairs = zip(later(variant, "restore", "bytes"), later(variant, "restore", "seconds"), strict=True)
+    return [nbytes / seconds / 1e9 if nbytes and seconds else None for nbytes, seconds in pairs]
+
+
 def gigabytes(value: float | None) -> str:
     return "-" if value is None else f"{value / 1e9:.2f}"
 
@@ -285,6 +306,7 @@ def time_row(name: str, variant: dict[str, Any]) -> list[str]:
 
 def right_row(name: str, variant: dict[str, Any]) -> list[str]:
     cycles, memory = variant.get("cycles", []), variant.get("memory") or {}
+    slots_right = [cycle.get("slots") for cycle in cycles]
     same = [each for cycle in cycles for each in cycle["same"].values()]
     pinned = None
     if memory:
@@ -295,8 +317,11 @@ def right_row(name: str, variant: dict[str, Any]) -> list[str]:
     return [
         label(name, variant),
         f"{sum(cycle['exact'] for cycle in cycles)} of {len(cycles)}",
+        "-" if None in slots_right else f"{sum(slots_right)} of {len(slots_right)}",
         f"{sum(same)} of {len(same)}",
         ", ".join(sources) or "-",
+        middle(later(variant, "restore", "seconds")),
+        middle(restore_rates(variant), 1),
         gigabytes(pinned),
         gigabytes(grown.get("VmRSS")),
         "/".join(gigabytes(grown.get(kind)) for kind in ("RssAnon", "RssFile", "RssShmem")),
@@ -334,6 +359,11 @@ def ratios(variants: dict[str, Any]) -> list[dict[str, Any]]:
     snapshot, stock, level1 = of("level2_snapshot"), of("level2_stock"), of("level1")
     found = [
         paired(
+            "level2_stock reload / restore of level2_snapshot",
+            later(stock, "reload"),
+            later(snapshot, "restore", "seconds"),
+        ),
+        paired(
             "level2_stock reload / level2_snapshot wake weights",
             later(stock, "reload"),
             later(snapshot, "wake weights"),
@@ -363,8 +393,11 @@ def render(measured: dict[str, Any]) -> str:
         [
             "variant",
             "exact",
+            "slots",
             "answers",
             "restored from",
+            "in s",
+            "GB/s",
             "pinned GB",
             "resident + GB",
             "anon/file/shmem + GB",

@@ -4,13 +4,14 @@
 
 Uses the package's ring without an engine, on one file of random blocks: each read is of its first bytes, into poisoned
 device memory, and is compared with what was written. Beside each figure stands its share of the bus limit: 1 GiB from
-pinned memory to the device, measured in the same run. `warm`: the file is in the page cache; `cold`: it was dropped
-from it before each read (a virtual disk's host may still hold it); `cached` is what the kernel said just before the
-read. Then the disk's own write speed, and other loaders on one safetensors file, page cache warm, each in a process of
-its own; the first of their rounds, in which they take buffers, is not counted. By default instanttensor reads past the
-page cache and fastsafetensors through GPUDirect Storage, so each has a second row that does not. Cases that do not fit
-into --seconds are left out, and named. Needs a GPU. Prints tables, writes OUT.json, OUT.md, and, with matplotlib,
-OUT.png.
+pinned memory to the device, measured in the same run. `reads alone`: the same reads into buffers that go nowhere. Each
+number of threads has a process of its own, as glibc is told it once. `warm`: the file is in the page cache; `cold`: it
+was dropped from it before each read (a virtual disk's host may still hold it); `cached` is what the kernel said just
+before the read. Then the disk's own write speed, and other loaders on one safetensors file, page cache warm, each in a
+process of its own; the first of their rounds, in which they take buffers, is not counted. By default instanttensor
+reads past the page cache and fastsafetensors through GPUDirect Storage, so each has a second row that does not. Cases
+that do not fit into --seconds are left out, and named. Needs a GPU. Prints tables, writes OUT.json, OUT.md, and, with
+matplotlib, OUT.png.
 """
 
 from __future__ import annotations
@@ -155,20 +156,46 @@ def is_right(target: torch.Tensor, block: torch.Tensor) -> bool:
     return True
 
 
+def reads_alone(file: Path, nbytes: int, buffers: Sequence[torch.Tensor]) -> None:
+    """Read the first bytes of a file, as many buffers at a time as there are."""
+    from vllm_lora_reload.reads import reads_for
+
+    reads, fd = reads_for(len(buffers), len(buffers)), os.open(file, os.O_RDONLY)
+    todo, busy = iter(range(0, nbytes, len(buffers[0]))), set[int]()
+    try:
+        for slot, offset in zip(range(len(buffers)), todo, strict=False):
+            reads.start(slot, fd, buffers[slot], offset)
+            busy.add(slot)
+        while busy:
+            for slot in tuple(busy):
+                if reads.done(slot) is None:
+                    continue
+                if (offset := next(todo, -1)) < 0:
+                    busy.discard(slot)
+                else:
+                    reads.start(slot, fd, buffers[slot], offset)
+    finally:
+        reads.close()
+        os.close(fd)
+
+
 def run_case(case: Case, file: Path, target: torch.Tensor, block: torch.Tensor, rounds: int) -> dict[str, Any]:
-    from vllm_lora_reload.ring import Piece, Ring
+    from vllm_lora_reload.ring import Piece, Pinned, Ring
 
     nbytes = int(case.gigabytes * GIGABYTE)
     target = target[:nbytes]
     pieces = [Piece(offset, part) for offset, part in zip(range(0, nbytes, PIECE), target.split(PIECE), strict=True)]
     reader: Any = case.reader
+    rounds = rounds if case.warm or case.gigabytes <= 1 else 1
     ring = Ring(target.device, threads=case.threads, reader=reader)
-    measured: dict[str, Any] = asdict(case) | {"seconds": [], "cached": [], "exact": True}
+    measured: dict[str, Any] = asdict(case) | {"seconds": [], "alone": [], "cached": [], "exact": True}
     try:
         if case.warm:
             ring.read({file: pieces})  # fills the page cache; takes the buffers
-        elif hasattr(ring, "prepare"):
+        else:
             ring.prepare()
+        pinned = Pinned(ring.threads * ring.chunk, target.device)
+        assert pinned.memory is not None
         for _ in range(rounds):
             target.fill_(0xA5)
             if not case.warm:
@@ -176,10 +203,57 @@ def run_case(case: Case, file: Path, target: torch.Tensor, block: torch.Tensor, 
             measured["cached"].append(cached(file, nbytes))
             measured["seconds"].append(common.timed(lambda: ring.read({file: pieces})))
             measured["exact"] &= is_right(target, block)
-        measured |= {"threads used": ring.threads, "chunk": ring.chunk, "pinned": getattr(ring, "nbytes", None)}
+            if case.warm:
+                alone = functools.partial(reads_alone, file, nbytes, pinned.memory.split(ring.chunk))
+                measured["alone"].append(common.timed(alone))
+        measured |= {"threads used": ring.threads, "chunk": ring.chunk, "pinned": ring.nbytes}
+        pinned.close()
     finally:
         ring.close()
     return measured
+
+
+def run_cases(config: dict[str, Any], parent: Parent) -> None:
+    """Cases with one number of threads, as the parent tells them; None ends it."""
+    file, device = Path(config["file"]), torch.device(config["device"])
+    with file.open("rb") as content:
+        block = torch.frombuffer(bytearray(content.read(BLOCK)), dtype=torch.uint8).to(device)
+    target = torch.empty(config["bytes"], dtype=torch.uint8, device=device)
+    parent.tell({})
+    while (case := parent.wait()) is not None:
+        parent.tell(run_case(case, file, target, block, config["rounds"]))
+
+
+class Cases:
+    """Runs cases: in a process for each number of threads, all of which start side by side."""
+
+    def __init__(self, todo: Sequence[Case], file: Path, rounds: int, device: torch.device) -> None:
+        self._children: dict[int, Child] = {}
+        for threads in sorted({case.threads for case in todo}):
+            most = max(case.gigabytes for case in todo if case.threads == threads)
+            config = {"file": str(file), "device": str(device), "bytes": int(most * GIGABYTE), "rounds": rounds}
+            self._children[threads] = Child(run_cases, config, {}, file.with_name(f"threads-{threads}.log"))
+        self._failed: dict[int, str] = {}
+        for threads, child in self._children.items():  # starting takes cores, so all wait for the last
+            try:
+                child.receive(60)
+            except ChildError as error:
+                self._failed[threads] = str(error)
+
+    def run(self, case: Case) -> dict[str, Any]:
+        child, problem = self._children[case.threads], self._failed.get(case.threads)
+        if problem is None:
+            try:
+                child.go(case)
+                found: dict[str, Any] = child.receive(120)
+                return found
+            except ChildError as error:
+                self._failed[case.threads] = problem = str(error)
+        return asdict(case) | {"seconds": [], "error": problem}
+
+    def close(self) -> None:
+        for child in self._children.values():
+            child.close()
 
 
 # --- Other loaders, each in its own process -------------------------------------------------------------------
@@ -340,6 +414,7 @@ def case_row(case: dict[str, Any], bus: float | None) -> list[str]:
         middle(found, 1),
         f"{max(found):.1f}" if found else "-",
         f"{statistics.median(found) / bus:.0%}" if found and bus else "-",
+        middle([case["gigabytes"] / seconds for seconds in case.get("alone", [])], 1),
         f"{statistics.median(share):.0%}" if share else "unknown",
         "yes" if case.get("exact") and found else case.get("error") or "NO",
     ]
@@ -373,7 +448,7 @@ def ratios(measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 def render(measured: dict[str, Any]) -> str:
     bus = statistics.median(measured["bus"]) if measured.get("bus") else None
-    header = ["GB", "reader", "page cache", "threads", "GB/s", "best", "of the bus", "cached", "exact"]
+    header = ["GB", "reader", "page cache", "threads", "GB/s", "best", "of the bus", "reads alone", "cached", "exact"]
     lines = [
         common.in_words(measured["machine"]),
         f"bus, pinned memory to device: {middle(measured.get('bus', []), 1)} GB/s",
@@ -422,7 +497,6 @@ def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> dic
     with mmap.mmap(-1, BLOCK) as memory:
         with memoryview(memory) as view:
             view[:] = torch.randint(0, 256, (BLOCK,), dtype=torch.uint8).numpy().data
-        block = torch.frombuffer(bytearray(memory), dtype=torch.uint8).to(device)
         trial = int(min(2, max(args.gigabytes)) * GIGABYTE)
         for name, direct in (("O_DIRECT, 16 MiB blocks", True), ("buffered, with fsync", False)):
             measured["write"][name] = write(file, trial, memory, direct)
@@ -436,26 +510,23 @@ def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> dic
         if not sizes:
             raise SystemExit(f"there is room for {room:.1f} GB only")
         write(file, int(max(sizes) * GIGABYTE), memory, direct)
-    target = torch.empty(int(max(sizes) * GIGABYTE), dtype=torch.uint8, device=device)
     at = args.threads_at if args.threads_at <= max(sizes) else max(sizes)
     todo = cases(sizes, at, len(os.sched_getaffinity(0)))
     peers_after = sum(case.warm for case in todo)  # cold cases are the first to go without
-    for number, case in enumerate(todo):
-        if number == peers_after:
-            add_peers(args, folder, device, measured, deadline)
-        if time.monotonic() > deadline:
-            cache = "warm" if case.warm else "cold"
-            measured["left out"].append(
-                f"{case.gigabytes:g} GB {case.reader} {cache}, {case.threads or 'auto'} threads"
-            )
-            continue
-        rounds = args.rounds if case.warm or case.gigabytes <= 1 else 1
-        try:
-            found = run_case(case, file, target, block, rounds)
-        except Exception as error:
-            found = asdict(case) | {"seconds": [], "error": common.one_line(error)}
-        measured["cases"].append(found)
-        common.save(args.out, measured, render(measured))
+    runner = Cases(todo, file, args.rounds, device)
+    try:
+        for number, case in enumerate(todo):
+            if number == peers_after:
+                add_peers(args, folder, device, measured, deadline)
+            if time.monotonic() > deadline:
+                cache = "warm" if case.warm else "cold"
+                threads = case.threads or "auto"
+                measured["left out"].append(f"{case.gigabytes:g} GB {case.reader} {cache}, {threads} threads")
+                continue
+            measured["cases"].append(runner.run(case))
+            common.save(args.out, measured, render(measured))
+    finally:
+        runner.close()
     file.unlink()
     return measured
 

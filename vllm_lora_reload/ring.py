@@ -37,7 +37,8 @@ Reader = Literal["auto", "buffered", "direct"]
 PAGE = 4096  # offsets and sizes of direct reads and writes are multiples of it
 _CHUNK = 4 << 20
 _LEAST_CHUNK = 1 << 20
-_THREADS = 16
+_THREADS = 10  # they read nearly twice what a bus takes; more fight over the memory, those of several ranks sooner
+_THREADS_OF_MANY = 8
 _STREAMS = 2  # so that the bus has the next copy before the one before has ended
 _GAP = 64 << 10  # bytes that are rather read and dropped than skipped
 
@@ -202,7 +203,8 @@ class _Slot:
 
 def threads_for(ranks: int) -> int:
     """How many threads each of `ranks` processes of one host reads with; an eighth of the cores is left free."""
-    return max(1, min(_THREADS, len(os.sched_getaffinity(0)) * 7 // 8 // ranks))
+    most = _THREADS if ranks == 1 else _THREADS_OF_MANY
+    return max(1, min(most, len(os.sched_getaffinity(0)) * 7 // 8 // ranks))
 
 
 class Ring:

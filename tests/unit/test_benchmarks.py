@@ -1,5 +1,6 @@
 """What benchmarks make of measurements, with made-up ones, and the parts of them that need neither GPU nor engine."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -234,6 +235,7 @@ def made_up(sleep: float, wake: float, reload: float | None, total: float, exact
         "tokens": {"adapter 1": 0.1, "base": 0.2, "adapter 2": 0.3, "adapter 3": 0.5},
         "total": total,
         "exact": exact,
+        "slots": exact,
         "same": {"adapter 1": True, "base": exact},
     }
     return found | ({} if reload is None else {"reload": reload})
@@ -250,7 +252,9 @@ def variants() -> dict[str, Any]:
     of_level1 = [made_up(14.0, 0.6, None, 15.0), *[made_up(0.4, 0.5, None, 1.5)] * 2]
     of_stock = [made_up(0.1, 0.05, 3.0, 3.5), *[made_up(0.05, 0.05, 2.0, 2.5)] * 2]
     of_snapshot = [made_up(0.1, 0.9, None, 1.5), made_up(0.05, 0.5, None, 0.75), made_up(0.05, 0.4, None, 0.5, False)]
-    restored = [each | {"restore": {"source": "snapshot"}} for each in of_snapshot]
+    restored = [
+        each | {"restore": {"source": "snapshot", "bytes": 16_000_000_000, "seconds": 0.4}} for each in of_snapshot
+    ]
     snapshot = {"state": "valid", "bytes": 16_400_000_000, "seconds": 9.5}
     return {
         "level1": {"cycles": of_level1, "error": None, "memory": memory, "started alone": True} | start,
@@ -278,19 +282,34 @@ def test_a_variant_without_lora_says_so() -> None:
 
 def test_a_row_says_what_was_right_and_how_much_memory_it_took() -> None:
     assert cycle.right_row("level1", variants()["level1"]) == [
-        "level1", "3 of 3", "6 of 6", "-", "2.50", "2.00", "0.50/-/-", "4.00", ""
+        "level1", "3 of 3", "3 of 3", "6 of 6", "-", "-", "-", "2.50", "2.00", "0.50/-/-", "4.00", ""
     ]  # fmt: skip
-    assert cycle.right_row("level2_snapshot", variants()["level2_snapshot"])[1:4] == ["2 of 3", "5 of 6", "snapshot"]
+    restored = ["2 of 3", "2 of 3", "5 of 6", "snapshot", "0.400", "40.0"]
+    assert cycle.right_row("level2_snapshot", variants()["level2_snapshot"])[1:7] == restored
+    without_lora = variants()["level2_stock"]
+    without_lora["cycles"] = [each | {"slots": None} for each in without_lora["cycles"]]
+    assert cycle.right_row("level2_stock", without_lora)[2] == "-"
     assert cycle.right_row("level2", variants()["level2"])[-1] == "ValueError: no"
 
 
 def test_ratios_are_of_the_same_cycle() -> None:
     ratios = {each["label"]: each for each in cycle.ratios(variants())}
+    assert ratios["level2_stock reload / restore of level2_snapshot"]["pairs"] == [(2.0, 0.4), (2.0, 0.4)]
     assert ratios["level2_stock reload / level2_snapshot wake weights"]["pairs"] == [(2.0, 0.5), (2.0, 0.4)]
     assert ratios["level1 total / level2_snapshot total"]["median"] == 2.5
     assert ratios["level1 first sleep / level2_snapshot first sleep"]["pairs"] == [(14.0, 0.1)]
     assert ratios["level2_stock reload / level2_replay reload"]["median"] is None
     assert ratios["restart / level2_snapshot total"]["pairs"] == [(52.0, 0.75), (52.0, 0.5)]
+
+
+def test_slots_are_all_that_adapters_are_brought_into() -> None:
+    class Layer(torch.nn.Linear):
+        lora_a_stacked = (torch.ones(1), torch.ones(2))
+        lora_b_stacked = (torch.ones(3),)
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), Layer(1, 1))
+    found = {name: tensor.numel() for name, tensor in cycle.slots(model)}
+    assert found == {"1.lora_a_stacked.0": 1, "1.lora_a_stacked.1": 2, "1.lora_b_stacked.0": 3}
 
 
 def test_a_restart_is_of_an_engine_that_started_alone() -> None:
@@ -386,7 +405,9 @@ def scaled() -> dict[str, Any]:
         "bus": [50.0, 40.0, 60.0],
         "write": {"buffered": 1.5, "O_DIRECT": None},
         "cases": [
-            warm | {"seconds": [0.1, 0.2, 0.4], "cached": [1.0], "exact": True, "threads used": 16},
+            warm
+            | {"seconds": [0.1, 0.2, 0.4], "alone": [0.05] * 3, "cached": [1.0], "exact": True}
+            | {"threads used": 16},
             cold | {"seconds": [2.0], "cached": [None], "exact": False},
             cold | {"seconds": [], "error": "OSError: no"},
         ],
@@ -413,9 +434,9 @@ def test_cases_vary_one_thing_at_a_time() -> None:
 
 def test_rows_of_scaling() -> None:
     first, second, third = (scaling.case_row(case, 50.0) for case in scaled()["cases"])
-    assert first == ["4", "buffered", "warm", "16", "20.0", "40.0", "40%", "100%", "yes"]
-    assert second == ["4", "direct", "cold", "8", "2.0", "2.0", "4%", "unknown", "NO"]
-    assert third[4:] == ["-", "-", "-", "unknown", "OSError: no"]
+    assert first == ["4", "buffered", "warm", "16", "20.0", "40.0", "40%", "80.0", "100%", "yes"]
+    assert second == ["4", "direct", "cold", "8", "2.0", "2.0", "4%", "-", "unknown", "NO"]
+    assert third[4:] == ["-", "-", "-", "-", "unknown", "OSError: no"]
 
 
 def test_other_loaders_are_counted_from_their_second_round() -> None:
@@ -465,6 +486,37 @@ def test_a_case_is_read_and_compared(reader: str, warm: bool, tmp_path: Path) ->
     assert found["exact"]
     assert found["threads used"] == 2
     assert len(found["seconds"]) == len(found["cached"]) == 2
+    assert len(found["alone"]) == (2 if warm else 0)
+
+
+def test_cases_run_in_a_process_for_each_number_of_threads(tmp_path: Path) -> None:
+    nbytes, file = 80_000_000, tmp_path / "file"
+    with mmap.mmap(-1, scaling.BLOCK) as memory:
+        memory[: 1 << 20] = os.urandom(1 << 20)
+        scaling.write(file, nbytes, memory, False)
+    case = scaling.Case("threads", 0.08, 1, "buffered", True)
+    todo = [case, dataclasses.replace(case, threads=2), dataclasses.replace(case, gigabytes=0.01)]
+    runner = scaling.Cases(todo, file, 1, torch.device("cpu"))
+    try:
+        found = [runner.run(case) for case in todo]
+        assert [each["threads used"] for each in found] == [1, 2, 1]
+        assert all(each["exact"] and len(each["seconds"]) == 1 for each in found)
+        with file.open("r+b") as content:
+            content.seek(70_000_000)
+            content.write(b"x")
+        assert not runner.run(todo[1])["exact"]
+        file.unlink()
+        assert "No such file" in runner.run(case)["error"]
+        assert "No such file" in runner.run(case)["error"], "its process is gone"
+    finally:
+        runner.close()
+
+
+def test_reads_alone_take_all_bytes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    buffers = torch.zeros(3, 40, dtype=torch.uint8)
+    scaling.reads_alone(tmp_path / "file", 100, buffers)  # type: ignore[arg-type]
+    assert bytes(buffers.flatten().tolist()) == bytes(range(100)) + bytes(20)
 
 
 def test_loaders_on_the_cpu_agree(tmp_path: Path) -> None:
@@ -591,6 +643,13 @@ def test_a_part_that_fails_is_reported(module: Any, tmp_path: Path) -> None:
     problem = every.run(every.Part("a", "made_up_part", 60, ["--x"]), tmp_path / "out", 60)
     assert problem == "exit status 1: ValueError: why"
     assert f"['{tmp_path / 'made_up_part.py'}', '--x', '--out', '{tmp_path / 'out'}']" in every.shown(tmp_path / "out")
+
+
+def test_a_part_is_told_when_to_begin_nothing_new(module: Any, tmp_path: Path) -> None:
+    module("import sys\nprint(sys.argv[1:3])")
+    part = every.Part("a", "made_up_part", 60, told=["--seconds"])
+    assert every.run(part, tmp_path / "out", 100) is None
+    assert "['--seconds', '60']" in every.shown(tmp_path / "out")
 
 
 def test_a_part_that_takes_too_long_is_stopped(module: Any, tmp_path: Path) -> None:
