@@ -1,5 +1,6 @@
 """Single reads, by either kind. What the ring makes of them is in test_ring.py."""
 
+import ctypes
 import multiprocessing
 import os
 import time
@@ -46,6 +47,14 @@ def test_another_library_is_not_taken_for_glibc(monkeypatch: pytest.MonkeyPatch)
             NativeReads(1, 1)
     finally:
         reads._library.cache_clear()
+
+
+def test_the_layout_is_that_of_glibc() -> None:
+    """Size and places from ``<bits/types/struct_aiocb.h>``, the same on x86_64 and aarch64."""
+    control = reads._Control
+    assert ctypes.sizeof(control) == 168 and ctypes.sizeof(reads._Options) == 32
+    places = {name: getattr(control, name).offset for name in ("buf", "nbytes", "sigev_notify", "offset")}
+    assert places == {"buf": 16, "nbytes": 24, "sigev_notify": 44, "offset": 128}
 
 
 def test_no_more_go_on_than_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +138,7 @@ def test_after_a_fork(used: bool, tmp_path: Path) -> None:
         os.close(fd)
     context = multiprocessing.get_context("fork" if used else "spawn")
     results = context.Queue()
-    child = context.Process(target=_in_child, args=(str(tmp_path / "a"), results))
+    child = context.Process(target=_in_child, args=(str(tmp_path / "a"), results), daemon=True)
     child.start()
     name, got = results.get(timeout=60)
     child.join(60)

@@ -157,6 +157,38 @@ def test_after_an_error_no_read_begins_and_none_goes_on(
     os.close(broken)
 
 
+def test_no_more_reads_are_begun_than_may_be(
+    kind: type[Any], file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where glibc has more threads than this ring is to use, that is what keeps it to its number."""
+    going_on: set[int] = set()
+    most: list[int] = []
+    made, start, done = kind.__init__, kind.start, kind.done
+
+    def limited(self: Any, slots: int, threads: int) -> None:
+        made(self, slots, threads)
+        self.ahead = 2
+
+    def started(self: Any, slot: int, *rest: Any) -> None:
+        going_on.add(slot)
+        most.append(len(going_on))
+        start(self, slot, *rest)
+
+    def ended(self: Any, slot: int) -> Any:
+        got = done(self, slot)
+        if got is not None:
+            going_on.discard(slot)
+        return got
+
+    for name, method in (("__init__", limited), ("start", started), ("done", ended)):
+        monkeypatch.setattr(kind, name, method)
+    ring = Ring(CPU, threads=4, chunk=64 << 10, reader="buffered")
+    target = torch.empty(SIZE, dtype=torch.uint8)
+    ring.read({file: [Piece(0, target)]})
+    ring.close()
+    assert torch.equal(target, content) and max(most) == 2
+
+
 def test_a_file_that_is_gone(ring: Ring, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ring.read({tmp_path / "gone": [Piece(0, torch.empty(9, dtype=torch.uint8))]})
