@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,6 +157,12 @@ def _unpin(address: int | None, memory: mmap.mmap) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
+def _mapped(name: str, maps: str) -> str | None:
+    """Path of the first library that begins with `name` in ``/proc/self/maps``."""
+    fields = (line.split(maxsplit=5) for line in maps.splitlines())
+    return next((path for *_, path in fields if Path(path).name.startswith(name)), None)
+
+
 _Copy = Callable[[int, int, int, int, int], int]  # target, source, bytes, kind, stream; an error's number
 _HOST_TO_DEVICE = 1
 
@@ -169,11 +175,13 @@ def _copy_async(device: torch.device) -> _Copy | None:
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return None
-    maps = Path("/proc/self/maps").read_text().split()
-    path = next((word for word in maps if Path(word).name.startswith("libcudart.so")), None)
+    path = _mapped("libcudart.so", Path("/proc/self/maps").read_text())
     if path is None:
         return None
-    copy = ctypes.PyDLL(path).cudaMemcpyAsync
+    try:
+        copy = ctypes.PyDLL(path).cudaMemcpyAsync
+    except OSError:  # replaced by an upgrade under this process, say
+        return None
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     copy.restype = ctypes.c_int
     return copy
@@ -185,6 +193,7 @@ class _Slot:
 
     Attributes:
         sent: marks the end of the copies out of it; None where copies are done when they return.
+        base: where in the buffer the present read begins: at a page, as direct reads must.
         got: bytes of the chunk that have been read.
     """
 
@@ -193,12 +202,14 @@ class _Slot:
     address: int
     sent: torch.cuda.Event | None
     chunk: _Chunk = field(default_factory=lambda: _Chunk(-1, 0, 0))
+    base: int = 0
     got: int = 0
 
     def start(self, reads: Reads) -> None:
         """Read what is missing. The last read of a direct file may ask for more than there is."""
+        self.base = self.got // PAGE * PAGE
         end = -(-self.chunk.stop // PAGE) * PAGE - self.chunk.start
-        reads.start(self.number, self.chunk.file, self.buffer[self.got : end], self.chunk.start + self.got)
+        reads.start(self.number, self.chunk.file, self.buffer[self.base : end], self.chunk.start + self.base)
 
 
 def threads_for(ranks: int) -> int:
@@ -246,6 +257,8 @@ class Ring:
         self._streams: list[torch.cuda.Stream] = []
         self._copy: _Copy | None = None
         self._cold: list[Path] = []
+        self._running: Future[None] | None = None
+        self._stop = threading.Event()
         self._warming = threading.Event()  # set: to be given up
 
     def prepare(self) -> None:
@@ -278,6 +291,7 @@ class Ring:
     def close(self) -> None:
         """Free the buffers; the next `read` takes new ones."""
         self._warming.set()
+        self._finish()
         self._slots, self._streams = [], []
         if self._pinned is not None:
             self._pinned.close()
@@ -292,9 +306,36 @@ class Ring:
         Raises:
             OSError: a file is gone, ends too early or cannot be read; what was read before it is in its target.
         """
+        self._finish()
         self.prepare()
         self._warming.set()
         self._cold = []
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        # In a thread of its own no mode of the caller is active, such as the recorder of what loaders write. It owns
+        # all that it uses: an interrupt (Ctrl-C) ends it soon, but does not take files or memory away from under it.
+        self._stop.clear()
+        thread = ThreadPoolExecutor(1, "lora-reload-ring")
+        self._running = thread.submit(self._read, wanted)
+        thread.shutdown(wait=False)
+        try:
+            self._running.result()
+        finally:
+            self._finish()
+        if self._cold:
+            self.warm(self._cold)
+
+    def _finish(self) -> None:
+        """Wait for the thread of the last read, which an interrupt may have left behind."""
+        if self._running is not None:
+            self._stop.set()
+            wait([self._running])
+            self._running = None
+
+    @torch.no_grad()
+    def _read(self, wanted: Mapping[Path, Sequence[Piece]]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         with ExitStack() as stack:
             names: dict[int, Path] = {}
             parts: list[Iterator[_Chunk]] = []  # made while others are on their way
@@ -303,19 +344,13 @@ class Ring:
                 stack.callback(os.close, fd)
                 names[fd] = path
                 parts.append(_chunks(fd, pieces, self.chunk))
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
             scratch = None
             if any(piece.stride is not None for pieces in wanted.values() for piece in pieces):
                 scratch = torch.empty(max(1, len(self._streams)), self.chunk, dtype=torch.uint8, device=self.device)
-            # In a thread of its own no mode of the caller is active, such as the recorder of what loaders write.
-            with ThreadPoolExecutor(1, "lora-reload-ring") as thread:
-                thread.submit(self._run, itertools.chain.from_iterable(parts), names, scratch).result()
+            self._run(itertools.chain.from_iterable(parts), names, scratch)
             if scratch is not None and self.device.type == "cuda":
                 del scratch
                 torch.cuda.empty_cache()
-        if self._cold:
-            self.warm(self._cold)
 
     def _open(self, path: Path) -> int:
         fd = os.open(path, os.O_RDONLY)
@@ -330,10 +365,7 @@ class Ring:
             self._cold.append(path)
         return direct
 
-    @torch.no_grad()
     def _run(self, chunks: Iterator[_Chunk], names: Mapping[int, Path], scratch: torch.Tensor | None) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         free, sent = deque(self._slots), deque[_Slot]()
         reading: list[_Slot] = []
         reads = reads_for(len(self._slots), self.threads)
@@ -341,7 +373,7 @@ class Ring:
         todo = next(chunks, None)
         moved = time.monotonic()
         try:
-            while todo is not None or reading:
+            while (todo is not None or reading) and not self._stop.is_set():
                 while todo is not None and free and len(reading) < reads.ahead:
                     slot = free.popleft()
                     slot.chunk, slot.got = todo, 0
@@ -357,11 +389,11 @@ class Ring:
                         raise OSError(error.errno, text, names[slot.chunk.file]) from error
                     if got is None:
                         continue
-                    if got == 0:
+                    if slot.base + got <= slot.got:
                         end = f"ends at byte {slot.chunk.start + slot.got}; {slot.chunk.stop} are needed"
                         raise OSError(f"{names[slot.chunk.file]} {end}")
                     moved = time.monotonic()
-                    slot.got += got
+                    slot.got = slot.base + got
                     if slot.got < slot.chunk.stop - slot.chunk.start:
                         slot.start(reads)
                         continue

@@ -242,6 +242,9 @@ def fingerprint(of: Iterable[str]) -> str:
     return hashlib.sha256("".join(of).encode()).hexdigest()
 
 
+_NOT_THE_FILES_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
+
+
 def listed(names: Sequence[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
@@ -304,12 +307,15 @@ class Snapshot:
 
         Raises:
             SnapshotError: the file has changed, and nothing was written; or it cannot be read to its end.
+            OSError: this process has too little of something to read it.
         """
         self.ensure_unchanged()
         pieces = [Piece(entry.offset, storage.memory) for entry, storage in self._lost(found)]
         try:
             ring.read({Path(f"/proc/self/fd/{self._open.fileno()}"): pieces})
         except OSError as error:
+            if error.errno in _NOT_THE_FILES_FAULT:
+                raise
             raise SnapshotError(f"{self.file} cannot be read: {error}") from error
         return sum(piece.nbytes for piece in pieces)
 

@@ -38,8 +38,13 @@ def test_this_machine_has_the_native_kind() -> None:
     assert isinstance(reads_for(2, 2), NativeReads) is bool(glibc)
 
 
-def test_another_library_is_not_taken_for_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "confstr", lambda name: None)
+def _unknown(name: str) -> None:
+    raise OSError(22, "Invalid argument")  # as musl has it
+
+
+@pytest.mark.parametrize("confstr", [_unknown, lambda name: None])
+def test_another_library_is_not_taken_for_glibc(confstr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "confstr", confstr)
     reads._library.cache_clear()
     try:
         assert isinstance(reads_for(2, 2), ThreadReads)
@@ -82,13 +87,51 @@ def test_bytes_from_where_they_were_asked(some: Reads, tmp_path: Path) -> None:
     os.close(second)
 
 
+def test_a_read_that_cannot_be_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc has no memory or no thread for it."""
+    if NativeReads not in KINDS:
+        pytest.skip("no glibc")
+    made = NativeReads(2, 2)
+
+    def no_room(control: Any) -> int:
+        ctypes.set_errno(11)
+        return -1
+
+    monkeypatch.setattr(made._library, "read", no_room)
+    fd = os.open("/dev/zero", os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        made.start(0, fd, torch.empty(8, dtype=torch.uint8), 0)
+    made.close()
+    os.close(fd)
+
+
+def test_copies_of_descriptors_are_made_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each closes the one before, which some network file systems answer with a round trip; none is inherited."""
+    if NativeReads not in KINDS:
+        pytest.skip("no glibc")
+    (tmp_path / "a").write_bytes(b"0123456789")
+    (tmp_path / "b").write_bytes(b"abcdefghij")
+    first, second = (os.open(tmp_path / name, os.O_RDONLY) for name in "ab")
+    copies: list[int] = []
+    real = os.dup2
+    monkeypatch.setattr(os, "dup2", lambda fd, *rest, **more: copies.append(fd) or real(fd, *rest, **more))
+    made = NativeReads(2, 2)
+    for fd, expected in ((first, b"012"), (first, b"012"), (second, b"abc"), (second, b"abc"), (first, b"012")):
+        assert read(made, 0, fd, 3, 0) == (3, expected)
+        assert not os.get_inheritable(made._files[0])
+    assert copies == [second, first]
+    made.close()
+    os.close(first)
+    os.close(second)
+
+
 def test_an_error_has_its_number(some: Reads, tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(IsADirectoryError):
         read(some, 1, fd, 4, 0)
     os.close(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        read(some, 1, fd, 4, 0)
+        read(some, 2, fd, 4, 0)
 
 
 def test_waiting_ends_in_time_or_with_the_read(some: Reads) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,109 @@ def test_after_an_error_no_read_begins_and_none_goes_on(
     assert len(os.listdir("/proc/self/fd")) == open_before
     ring.close()
     os.close(broken)
+
+
+def test_a_direct_read_that_ends_within_a_page(
+    kind: type[Any], ring: Ring, file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is read from the beginning of that page, as direct reads must."""
+    begun: list[int] = []
+    start, done = kind.start, kind.done
+
+    def started(self: Any, slot: int, fd: int, buffer: torch.Tensor, at: int) -> None:
+        begun.append(at)
+        start(self, slot, fd, buffer, at)
+
+    def less(self: Any, slot: int) -> Any:
+        got = done(self, slot)
+        return got - 1000 if got is not None and got > PAGE else got
+
+    monkeypatch.setattr(kind, "start", started)
+    monkeypatch.setattr(kind, "done", less)
+    target = torch.empty(3_000_000, dtype=torch.uint8)
+    ring.read({file: [Piece(3, target)]})
+    assert torch.equal(target, content[3:3_000_003])
+    assert all(at % PAGE == 0 for at in begun) and len(begun) > 3
+
+
+def test_an_interrupt_ends_the_read_and_then_frees_what_it_used(
+    kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while reads do not end: as on a disk that hangs for a while."""
+    before = len(os.listdir("/proc/self/fd"))
+    hangs, closed = threading.Event(), threading.Event()
+    done, close = kind.done, kind.close
+
+    def never(self: Any, slot: int) -> Any:
+        hangs.set()
+        return None
+
+    def noted(self: Any) -> None:
+        close(self)
+        closed.set()
+
+    monkeypatch.setattr(kind, "done", never)
+    monkeypatch.setattr(kind, "close", noted)
+    ring = Ring(CPU, threads=2, chunk=PAGE, reader="buffered")
+    ring.prepare()
+    main = threading.get_ident()
+    threading.Thread(target=lambda: hangs.wait(10) and signal.pthread_kill(main, signal.SIGINT)).start()
+    target = torch.empty(SIZE, dtype=torch.uint8)
+    with pytest.raises(KeyboardInterrupt):
+        ring.read({file: [Piece(0, target)]})
+    assert closed.is_set()
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.setattr(kind, "done", done)
+    ring.read({file: [Piece(0, target)]})
+    ring.close()
+
+
+def test_buffers_are_not_freed_under_a_read_that_was_left_behind(
+    kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a second Ctrl-C, which ends the waiting for the thread as well."""
+    reading, may_end = threading.Event(), threading.Event()
+    close = kind.close
+
+    def slow(self: Any) -> None:
+        reading.set()
+        assert may_end.wait(10)
+        close(self)
+
+    monkeypatch.setattr(kind, "close", slow)
+    ring = Ring(CPU, threads=2, chunk=PAGE, reader="buffered")
+    ring.prepare()
+    thread = threading.Thread(target=ring.read, args=({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]},))
+    thread.start()
+    assert reading.wait(10)
+    closing = threading.Thread(target=ring.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and ring.nbytes > 0
+    may_end.set()
+    closing.join(10)
+    thread.join(10)
+    assert ring.nbytes == 0
+
+
+def test_waiting_takes_little_of_the_processor(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    done = kind.done
+    monkeypatch.setattr(kind, "done", lambda self, slot: asked.append(slot) or done(self, slot))
+    ring = Ring(CPU, threads=1, chunk=1 << 27, reader="buffered")
+    ring.read({Path("/dev/zero"): [Piece(0, torch.empty(1 << 27, dtype=torch.uint8))]})
+    ring.close()
+    assert 1 <= len(asked) < 3000  # some ten thousand a second, if it never waited
+
+
+def test_a_library_among_what_is_mapped() -> None:
+    maps = """7f00-7f01 r-xp 00000000 fe:00 12 /usr/lib/libc.so.6
+7f02-7f03 r-xp 00000000 fe:00 13                         /opt/my tools/libcudart.so.12
+7f04-7f05 rw-p 00000000 00:00 0
+7f06-7f07 rw-p 00000000 00:00 0                          [stack]
+"""
+    assert ring_module._mapped("libcudart.so", maps) == "/opt/my tools/libcudart.so.12"
+    assert ring_module._mapped("libother.so", maps) is None
 
 
 def test_no_more_reads_are_begun_than_may_be(
