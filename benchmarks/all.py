@@ -35,14 +35,14 @@ class Part:
 
     Attributes:
         seconds: after which it is stopped.
-        told: the option, if any, by which it is told to begin nothing new some time before that.
+        told: the option by which it is told to begin nothing new some time before that; empty: it has none.
     """
 
     name: str
     module: str
     seconds: float
     arguments: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    told: str = ""
 
 
 def parts(layers: int, quick: bool, folder: str) -> list[Part]:
@@ -57,7 +57,7 @@ def parts(layers: int, quick: bool, folder: str) -> list[Part]:
         Part("digest", "benchmarks.digest", 60),
         Part("adapters-sweep", "benchmarks.adapters", 120, ["--sweep", "--ranks", *ranks]),
         Part("overhead", "benchmarks.overhead", 120, ["--starts", "1", "--pairs", "6" if quick else "12"]),
-        Part("scaling", "benchmarks.scaling", 130, files, ["--seconds"]),
+        Part("scaling", "benchmarks.scaling", 130, files, "--seconds"),
         Part("adapters", "benchmarks.adapters", 120, ["--layers", str(layers)]),
     ]
 
@@ -65,7 +65,7 @@ def parts(layers: int, quick: bool, folder: str) -> list[Part]:
 def run(part: Part, out: Path, seconds: float) -> str | None:
     """What went wrong, if anything. All that it prints goes to OUT.log."""
     log = out.with_suffix(".log")
-    told = [word for option in part.told for word in (option, str(round(max(seconds - LAST, 1))))]
+    told = [part.told, str(round(max(seconds - LAST, 1)))] if part.told else []
     command = [sys.executable, "-m", part.module, *part.arguments, *told, "--out", str(out)]
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)

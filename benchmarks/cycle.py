@@ -19,9 +19,8 @@ adapter 1. The first cycle, whose sleep allocates memory, is shown on its own. `
 parameters and buffers of the model had the bytes from before; `slots`: the same of the memory that adapters are brought
 into. `answers`: first tokens that had been answered to one of four questions before the first sleep; one can differ in
 a correct engine, since LoRA kernels add in no fixed order. `in s`: what the package says a restore took, its
-verification included. `pinned`: most bytes of
-page-locked host memory, those of torch's allocator and those of this package's ring. `resident +`: how much the
-resident host memory of the process grew at most over the cycles.
+verification included. `pinned`: most bytes of page-locked host memory, those of torch's allocator and those of this
+package's ring. `resident +`: how much the resident host memory of the process grew at most over the cycles.
 
 With --together the engines start side by side, which takes less time, and are measured one at a time while the others
 idle; the last one starts alone. Needs a GPU. Prints tables, writes OUT.json, OUT.md, and OUT.png with matplotlib.

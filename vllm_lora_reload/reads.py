@@ -117,6 +117,7 @@ class _Library:
         self.suspend: Callable[[Any, int, Any], int] = releasing.aio_suspend
         self._init: Callable[[Any], None] = keeping.aio_init
         self._threads = 0
+        self.forked = False
 
     def threads(self, wanted: int) -> int:
         """How many threads glibc reads with at the most. The first to ask decides, for the whole process."""
@@ -125,10 +126,14 @@ class _Library:
             self._threads = wanted
         return self._threads
 
+    def in_child(self) -> None:
+        """A fork leaves the threads out, which glibc does not notice."""
+        self.forked = True
+
 
 @cache
 def _library() -> _Library | None:
-    """glibc's; None on other machines and in a child of a process that has used it, whose threads a fork leaves out."""
+    """glibc's; None on other machines."""
     name = "CS_GNU_LIBC_VERSION"  # other libraries have another struct aiocb
     try:
         if name not in os.confstr_names or not os.confstr(name) or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -136,16 +141,8 @@ def _library() -> _Library | None:
         library = _Library(ctypes.PyDLL("librt.so.1", use_errno=True), ctypes.CDLL("librt.so.1", use_errno=True))
     except (OSError, AttributeError):
         return None
-    os.register_at_fork(after_in_child=_none_in_child)
+    os.register_at_fork(after_in_child=library.in_child)
     return library
-
-
-_forked = False
-
-
-def _none_in_child() -> None:
-    global _forked
-    _forked = True
 
 
 class NativeReads:
@@ -211,4 +208,5 @@ def _raise(error: int) -> None:
 
 def reads_for(slots: int, threads: int) -> Reads:
     """The fastest kind that there is here, for as many slots, `threads` reads going on at a time."""
-    return (ThreadReads if _library() is None or _forked else NativeReads)(slots, threads)
+    library = _library()
+    return (ThreadReads if library is None or library.forked else NativeReads)(slots, threads)

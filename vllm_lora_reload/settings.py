@@ -39,7 +39,7 @@ class Settings:
     replay: whether ``reload_weights`` may copy a checkpoint's tensors straight to where the load at start-up put them
         (``on``), or leaves all loading to vLLM (``off``).
     ring_bytes: of pinned host memory for restoring, at most, for each worker; "512M" and the like in the environment.
-    ring_threads: that read; 0 chooses from the number of cores.
+    ring_threads: how many reads go on at a time; 0 chooses from the number of cores.
     ring_chunk: bytes of one read, a multiple of 4096; 0 chooses.
     ring_reader: see `ring.Ring`.
     """

@@ -647,7 +647,7 @@ def test_a_part_that_fails_is_reported(module: Any, tmp_path: Path) -> None:
 
 def test_a_part_is_told_when_to_begin_nothing_new(module: Any, tmp_path: Path) -> None:
     module("import sys\nprint(sys.argv[1:3])")
-    part = every.Part("a", "made_up_part", 60, told=["--seconds"])
+    part = every.Part("a", "made_up_part", 60, told="--seconds")
     assert every.run(part, tmp_path / "out", 100) is None
     assert "['--seconds', '60']" in every.shown(tmp_path / "out")
 
