@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import functools
 import importlib
 import importlib.metadata
@@ -73,23 +72,19 @@ def cases(sizes: Sequence[float], at: float, cores: int) -> list[Case]:
     ]
 
 
-def cached(file: Path, nbytes: int, samples: int = 256) -> float | None:
-    """Share of the first `nbytes` that is in the page cache, by a sample; None where the kernel does not tell."""
-    page, found = bytearray(1), 0
+def cached(file: Path, nbytes: int) -> float:
+    """Share of the first `nbytes` that is in the page cache, by a sample; 1.0 where the kernel does not tell."""
+    from vllm_lora_reload.pagecache import PageCache
+
     fd = os.open(file, os.O_RDONLY)
     try:
-        for number in range(samples):
-            try:
-                found += os.preadv(fd, [page], nbytes * number // samples, os.RWF_NOWAIT)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                    return None
-                raise
+        pages = PageCache(fd)
     finally:
         os.close(fd)
-    return found / samples
+    try:
+        return pages.share(0, nbytes, 256)
+    finally:
+        pages.close()
 
 
 def drop_from_cache(file: Path) -> None:
@@ -404,7 +399,7 @@ def rates(case: dict[str, Any]) -> list[float]:
 
 
 def case_row(case: dict[str, Any], bus: float | None) -> list[str]:
-    share = [each for each in case.get("cached", []) if each is not None]
+    share = case.get("cached", [])
     found = rates(case)
     return [
         f"{case['gigabytes']:g}",
@@ -415,7 +410,7 @@ def case_row(case: dict[str, Any], bus: float | None) -> list[str]:
         f"{max(found):.1f}" if found else "-",
         f"{statistics.median(found) / bus:.0%}" if found and bus else "-",
         middle([case["gigabytes"] / seconds for seconds in case.get("alone", [])], 1),
-        f"{statistics.median(share):.0%}" if share else "unknown",
+        f"{statistics.median(share):.0%}" if share else "-",
         "yes" if case.get("exact") and found else case.get("error") or "NO",
     ]
 

@@ -25,7 +25,8 @@ import torch
 from . import __version__, checksum, seams
 from .checksum import digests
 from .errors import SeamMissingError, SettingError, SnapshotError
-from .ring import Piece, Pinned, Ring, available_memory, threads_for
+from .pagecache import available_memory
+from .ring import Piece, Pinned, Ring, threads_for
 from .settings import KEY, Settings
 from .snapshot import Entry, Manifest, Storage, digests_of, listed
 

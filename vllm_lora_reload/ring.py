@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import mmap
 import os
 import threading
@@ -27,10 +26,9 @@ from typing import Literal
 
 import torch
 
+from .pagecache import PageCache, bring_in
 from .reads import Reads, reads_for
 from .tensors import as_bytes
-
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 Reader = Literal["auto", "buffered", "direct"]
 
@@ -187,11 +185,51 @@ def _copy_async(device: torch.device) -> _Copy | None:
     return copy
 
 
+class _Source:
+    """An open file, and how its chunks are best read.
+
+    Attributes:
+        path: of it.
+        fd: as which chunks name it.
+        missed: whether anything was read past the page cache because it was not there.
+    """
+
+    def __init__(self, path: Path, reader: Reader, stack: ExitStack) -> None:
+        self.path = path
+        self.missed = False
+        self._pages: PageCache | None = None
+        self.fd = self._direct = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, self.fd)
+        if reader == "buffered":
+            return
+        pages = PageCache(self.fd) if reader == "auto" else None
+        if pages is not None:
+            stack.callback(pages.close)
+            if pages.share() == 1.0:
+                return
+        try:
+            self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            return  # a file system without direct reads
+        stack.callback(os.close, self._direct)
+        self._pages = pages
+
+    def best(self, start: int, stop: int) -> int:
+        """The descriptor to read some bytes with."""
+        if self._pages is None:
+            return self._direct
+        if self._pages.has(start, stop):
+            return self.fd
+        self.missed = True
+        return self._direct
+
+
 @dataclass
 class _Slot:
     """One buffer, and the chunk that is on its way through it.
 
     Attributes:
+        fd: what the chunk is read with.
         sent: marks the end of the copies out of it; None where copies are done when they return.
         base: where in the buffer the present read begins: at a page, as direct reads must.
         got: bytes of the chunk that have been read.
@@ -202,6 +240,7 @@ class _Slot:
     address: int
     sent: torch.cuda.Event | None
     chunk: _Chunk = field(default_factory=lambda: _Chunk(-1, 0, 0))
+    fd: int = -1
     base: int = 0
     got: int = 0
 
@@ -209,7 +248,7 @@ class _Slot:
         """Read what is missing. The last read of a direct file may ask for more than there is."""
         self.base = self.got // PAGE * PAGE
         end = -(-self.chunk.stop // PAGE) * PAGE - self.chunk.start
-        reads.start(self.number, self.chunk.file, self.buffer[self.base : end], self.chunk.start + self.base)
+        reads.start(self.number, self.fd, self.buffer[self.base : end], self.chunk.start + self.base)
 
     def collect(self, reads: Reads, path: Path) -> bool:
         """Whether the read has ended; then `got` has grown."""
@@ -240,8 +279,8 @@ class Ring:
         max_bytes: of pinned host memory, at most.
         threads: how many reads go on at a time; 0: from the number of cores.
         chunk: bytes of one read, a power of two; 0: 4 MiB, less if `max_bytes` asks for it.
-        reader: ``buffered`` reads through the page cache, ``direct`` past it (O_DIRECT). ``auto`` reads a file through
-            the page cache if it is there, else past it, which is faster for many threads, and has it brought there
+        reader: ``buffered`` reads through the page cache, ``direct`` past it (O_DIRECT). ``auto`` reads what is in the
+            page cache from there, the rest past it, which is faster for many threads, and has that brought there
             afterwards (`warm`).
 
     Attributes:
@@ -270,8 +309,7 @@ class Ring:
         self._slots: list[_Slot] = []
         self._streams: list[torch.cuda.Stream] = []
         self._copy: _Copy | None = None
-        self._cold: list[Path] = []
-        self._running: Future[None] | None = None
+        self._running: Future[list[Path]] | None = None
         self._stop = threading.Event()
         self._warming = threading.Event()  # set: to be given up
 
@@ -292,7 +330,7 @@ class Ring:
         self.nbytes = size
 
     def warm(self, paths: Iterable[Path]) -> None:
-        """Read files in the background so that they are in the page cache, as long as half of the free memory does.
+        """Read files in the background so that they are in the page cache, if they fit into half of the free memory.
 
         The next `read` ends it. Does nothing for a ring that is to read past the page cache.
         """
@@ -300,7 +338,7 @@ class Ring:
         if self.reader != "direct":
             self._warming = threading.Event()
             args = (tuple(paths), self._warming)
-            threading.Thread(target=_warm, args=args, name="lora-reload-warm", daemon=True).start()
+            threading.Thread(target=bring_in, args=args, name="lora-reload-warm", daemon=True).start()
 
     def close(self) -> None:
         """Free the buffers; the next `read` takes new ones."""
@@ -323,7 +361,6 @@ class Ring:
         self._finish()
         self.prepare()
         self._warming.set()
-        self._cold = []
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         # In a thread of its own no mode of the caller is active, such as the recorder of what loaders write. It owns
@@ -333,11 +370,11 @@ class Ring:
         self._running = thread.submit(self._read, wanted)
         thread.shutdown(wait=False)
         try:
-            self._running.result()
+            missed = self._running.result()
         finally:
             self._finish()
-        if self._cold:
-            self.warm(self._cold)
+        if missed:
+            self.warm(missed)
 
     def _finish(self) -> None:
         """Wait for the thread of the last read, which an interrupt may have left behind."""
@@ -347,39 +384,27 @@ class Ring:
             self._running = None
 
     @torch.no_grad()
-    def _read(self, wanted: Mapping[Path, Sequence[Piece]]) -> None:
+    def _read(self, wanted: Mapping[Path, Sequence[Piece]]) -> list[Path]:
+        """Files of which something was not in the page cache."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         with ExitStack() as stack:
-            names: dict[int, Path] = {}
+            sources: dict[int, _Source] = {}
             parts: list[Iterator[_Chunk]] = []  # made while others are on their way
             for path, pieces in wanted.items():
-                fd = self._open(path)
-                stack.callback(os.close, fd)
-                names[fd] = path
-                parts.append(_chunks(fd, pieces, self.chunk))
+                source = _Source(path, self.reader, stack)
+                sources[source.fd] = source
+                parts.append(_chunks(source.fd, pieces, self.chunk))
             scratch = None
             if any(piece.stride is not None for pieces in wanted.values() for piece in pieces):
                 scratch = torch.empty(max(1, len(self._streams)), self.chunk, dtype=torch.uint8, device=self.device)
-            self._run(itertools.chain.from_iterable(parts), names, scratch)
+            self._run(itertools.chain.from_iterable(parts), sources, scratch)
             if scratch is not None and self.device.type == "cuda":
                 del scratch
                 torch.cuda.empty_cache()
+            return [source.path for source in sources.values() if source.missed]
 
-    def _open(self, path: Path) -> int:
-        fd = os.open(path, os.O_RDONLY)
-        if self.reader == "buffered" or (self.reader == "auto" and resident(fd)):
-            return fd
-        try:
-            direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        except OSError:
-            return fd  # a file system without direct reads
-        os.close(fd)
-        if self.reader == "auto":
-            self._cold.append(path)
-        return direct
-
-    def _run(self, chunks: Iterator[_Chunk], names: Mapping[int, Path], scratch: torch.Tensor | None) -> None:
+    def _run(self, chunks: Iterator[_Chunk], sources: Mapping[int, _Source], scratch: torch.Tensor | None) -> None:
         free, sent = deque(self._slots), deque[_Slot]()
         reading: list[_Slot] = []
         reads = reads_for(len(self._slots), self.threads)
@@ -391,11 +416,12 @@ class Ring:
                 while todo is not None and free and len(reading) < reads.ahead:
                     slot = free.popleft()
                     slot.chunk, slot.got = todo, 0
+                    slot.fd = sources[todo.file].best(todo.start, todo.stop)
                     slot.start(reads)
                     reading.append(slot)
                     todo = next(chunks, None)
                 for slot in tuple(reading):
-                    if not slot.collect(reads, names[slot.chunk.file]):
+                    if not slot.collect(reads, sources[slot.chunk.file].path):
                         continue
                     moved = time.monotonic()
                     if slot.got < slot.chunk.stop - slot.chunk.start:
@@ -440,38 +466,3 @@ def _spread(source: torch.Tensor, piece: Piece, stride: tuple[int, ...], scratch
     scratch = scratch[: source.numel()]
     scratch.copy_(source, non_blocking=True)
     piece.target.copy_(scratch.view(piece.dtype or piece.target.dtype).as_strided(piece.target.shape, stride))
-
-
-def _warm(paths: Sequence[Path], given_up: threading.Event) -> None:
-    block = bytearray(_CHUNK)
-    try:
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size > available_memory() // 2 or resident(file.fileno()):
-                    continue
-                while not given_up.is_set() and file.readinto(block):
-                    pass
-    except OSError as error:
-        logger.warning("%s: %s; reading it when it is needed may be slow", path, error)
-
-
-def resident(fd: int, samples: int = 64) -> bool:
-    """Whether (nearly) all of a file is in the page cache, by a sample of pages. True where the kernel cannot tell."""
-    size = os.fstat(fd).st_size
-    page, missing = bytearray(1), 0
-    for number in range(samples):
-        try:
-            os.preadv(fd, [page], size * number // samples, os.RWF_NOWAIT)
-        except BlockingIOError:
-            missing += 1
-        except OSError:
-            return True
-    return missing * 10 <= samples
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be used without swapping, page cache included (``MemAvailable``)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0

@@ -1,6 +1,7 @@
 """Files into memory. The device is the CPU; tests/gpu runs the same on a GPU."""
 
 import errno
+import fcntl
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from vllm_lora_reload import reads
 from vllm_lora_reload import ring as ring_module
-from vllm_lora_reload.ring import PAGE, Piece, Ring, resident, threads_for
+from vllm_lora_reload.ring import PAGE, Piece, Ring, threads_for
 
 CPU = torch.device("cpu")
 SIZE = 9_000_001  # several chunks of 1 MiB, not a multiple of anything
@@ -337,57 +338,91 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [threads_for(ranks) for ranks in (1, 2, 8, 64)] == [10, 8, 3, 1]
 
 
+ALL = range(SIZE)
+MIB = 1 << 20
+
+
 @pytest.mark.parametrize(
-    ("reader", "in_cache", "direct", "warmed"),
+    ("reader", "cached", "through", "warmed"),
     [
-        ("buffered", False, False, False),
-        ("direct", True, True, False),
-        ("direct", False, True, False),
-        ("auto", True, False, False),
-        ("auto", False, True, True),
+        ("buffered", range(0), ALL, False),
+        ("direct", ALL, range(0), False),
+        ("direct", range(0), range(0), False),
+        ("auto", ALL, ALL, False),
+        ("auto", range(0), range(0), True),
+        ("auto", range(3 * MIB), range(3 * MIB), True),  # and no disk for what is there
+        ("auto", range(MIB, SIZE), range(MIB, SIZE), True),
     ],
 )
 def test_past_the_page_cache(
-    reader: Any, in_cache: bool, direct: bool, warmed: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any,
+    reader: Any,
+    cached: range,
+    through: range,
+    warmed: bool,
+    file: Path,
+    content: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A file that is not there is read past it, and brought there for the next time."""
-    monkeypatch.setattr(ring_module, "resident", lambda fd: in_cache)
-    flags: list[int] = []
+    """What is not there is read past it, and brought there for the next time."""
+
+    class Pages:
+        def __init__(self, fd: int) -> None:
+            assert os.fstat(fd).st_size == SIZE
+
+        def share(self) -> float:
+            return len(cached) / SIZE
+
+        def has(self, start: int, stop: int) -> bool:
+            return start in cached and stop - 1 in cached
+
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Pages] = []
+    direct: dict[int, bool] = {}
     warm: list[Path] = []
-    real = os.open
-    monkeypatch.setattr(os, "open", lambda path, given: flags.append(given) or real(path, given))
-    ring = Ring(CPU, threads=1, reader=reader)
+    start = kind.start
+
+    def watched(reads: Any, slot: int, fd: int, buffer: torch.Tensor, offset: int) -> None:
+        direct[offset] = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        start(reads, slot, fd, buffer, offset)
+
+    monkeypatch.setattr(ring_module, "PageCache", Pages)
+    monkeypatch.setattr(kind, "start", watched)
+    ring = Ring(CPU, threads=2, chunk=MIB, reader=reader)
     monkeypatch.setattr(ring, "warm", warm.extend)
-    ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+    target = torch.empty(SIZE, dtype=torch.uint8)
+    ring.read({file: [Piece(0, target)]})
     ring.close()
-    assert bool(flags[-1] & os.O_DIRECT) is direct
+    assert torch.equal(target, content)
+    assert direct == {offset: offset not in through for offset in range(0, SIZE, MIB)}
     assert warm == ([file] if warmed else [])
+    assert len(closed) == (reader == "auto")
 
 
-@pytest.mark.parametrize(
-    ("in_cache", "memory", "reads"), [(False, 4 * SIZE, True), (True, 4 * SIZE, False), (False, SIZE, False)]
-)
-def test_warming_reads_what_is_missing_and_has_room(
-    in_cache: bool, memory: int, reads: bool, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ring_module, "resident", lambda fd: in_cache)
-    monkeypatch.setattr(ring_module, "available_memory", lambda: memory)
-    got: list[int] = []
+def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
 
-    class Counted:
-        """The event that ends it: asked before every block."""
+    def refuse(path: Any, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return real(path, flags)
 
-        def is_set(self) -> bool:
-            got.append(1)
-            return len(got) > 5
-
-    ring_module._warm([file], Counted())  # type: ignore[arg-type]
-    assert len(got) == (SIZE // ring_module._CHUNK + 2 if reads else 0)
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(ring_module.PageCache, "share", lambda pages: 0.0)
+    for reader in ("auto", "direct"):
+        ring = Ring(CPU, threads=2, chunk=MIB, reader=reader)  # type: ignore[arg-type]
+        monkeypatch.setattr(ring, "warm", lambda paths: pytest.fail("it has been read through the page cache"))
+        target = torch.empty(SIZE, dtype=torch.uint8)
+        ring.read({file: [Piece(0, target)]})
+        ring.close()
+        assert torch.equal(target, content)
 
 
 def test_warming_ends_with_the_next_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(ring_module, "_warm", lambda paths, ends: given.append((paths, ends)))
+    monkeypatch.setattr(ring_module, "bring_in", lambda paths, ends: given.append((paths, ends)))
     ring = Ring(CPU, threads=1)
     ring.warm([file])
     while not given:
@@ -397,18 +432,3 @@ def test_warming_ends_with_the_next_read(file: Path, monkeypatch: pytest.MonkeyP
     ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
     assert ends.is_set()
     ring.close()
-
-
-def test_warming_a_file_that_is_gone_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ring_module._warm([tmp_path / "gone"], threading.Event())
-    assert "reading it when it is needed may be slow" in caplog.text
-
-
-def test_whether_a_file_is_in_the_page_cache(file: Path) -> None:
-    with file.open("rb") as opened:
-        opened.read()
-        assert resident(opened.fileno())
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if resident(opened.fileno()):
-            pytest.skip("this file system keeps its files in memory")
