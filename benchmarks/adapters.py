@@ -150,6 +150,7 @@ def measure_one(args: argparse.Namespace, folder: Path, shape: Shape) -> dict[st
         bench.add(make_adapter(folder / f"adapter{number}", shape, args.rank, number, bench.device))
     bench.first_token(None)
     bench.package()
+    common.wait_for_turn(args.wait)
     reserved = torch.cuda.memory_reserved() if bench.device == "cuda" else 0
     seconds = bench.measure({PACKAGE: bench.package, LOOP: bench.loop, DROP: bench.drop}, args.rounds)
     more = (torch.cuda.memory_reserved() if bench.device == "cuda" else 0) - reserved
@@ -254,9 +255,17 @@ def sweep(args: argparse.Namespace, folder: Path, shape: Shape) -> dict[str, Any
                 config = {"shape": vars(shape), "folder": str(place), "rank": rank, "counts": counts}
                 child = Child(sweep_rank, config | {"rounds": args.rounds}, env, folder / f"rank{rank}.log")
                 children[rank] = (child, counts)
-        for rank, (child, counts) in children.items():
+        failed: dict[int, str] = {}
+        for rank, (child, _) in children.items():
             try:
                 child.receive(START_SECONDS)
+            except ChildError as error:
+                failed[rank] = str(error)
+        common.wait_for_turn(args.wait)
+        for rank, (child, counts) in children.items():
+            try:
+                if rank in failed:
+                    raise ChildError(failed[rank])
                 child.go()
                 for _ in counts:
                     measured["sweep"].append(child.receive(SWEEP_SECONDS))
@@ -339,6 +348,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128, 256])
     parser.add_argument("--gigabytes", type=float, default=5, help="most bytes of adapters of one rank in the sweep")
     parser.add_argument("--out", type=Path, default=Path("adapters"))
+    common.add_wait(parser)
     args = parser.parse_args()
     args.layers = args.layers or (8 if args.sweep else Shape.layers)
     shape = Shape(layers=args.layers)

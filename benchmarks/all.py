@@ -3,10 +3,11 @@
     python -m benchmarks.all [--layers 36] [--out-dir results] [--quick] [--minutes 8] [--folder DIR]
 
 Each is a process with a time limit of its own; --minutes limits all of them together, and what no longer fits is left
-out, and named. Of the cycle's variants the one that reloads through vLLM's loader with this package is left out. A
-benchmark that fails or runs into its limit is reported with what it had measured by then, and the rest go on. Writes
-summary.md into --out-dir, and beside it the JSON and plots of each. With --quick fewer cycles, sizes and ranks. Needs a
-GPU.
+out, and named. Starting engines takes longest, so those of several benchmarks start side by side; then one after
+another measures, while the engines of the others idle. Of the cycle's variants the one that reloads through vLLM's
+loader with this package is left out. A benchmark that fails or runs into its limit is reported with what it had
+measured by then, and the rest go on. Writes summary.md into --out-dir, and beside it the JSON and plots of each. With
+--quick fewer cycles, sizes and ranks. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from . import common
 ROOT = Path(__file__).parents[1]
 LEAST = 30  # seconds under which none is started
 LAST = 40  # seconds that what a part has begun may take
+START = 200  # seconds after which engines that still start are waited for no longer
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,9 @@ class Part:
     """One benchmark. `module` can be in here twice, `name` not.
 
     Attributes:
-        seconds: after which it is stopped.
+        seconds: after which it is stopped, counted from its turn.
         told: the option by which it is told to begin nothing new some time before that; empty: it has none.
+        early: its engines start before the first part's turn (`common.add_wait`).
     """
 
     name: str
@@ -43,41 +48,90 @@ class Part:
     seconds: float
     arguments: list[str] = field(default_factory=list)
     told: str = ""
+    early: bool = False
 
 
 def parts(layers: int, quick: bool, folder: str) -> list[Part]:
     """In order of interest: time may run out."""
     variants = ["--variants", "level1", "level2_stock", "level2_snapshot", "level2_replay"]
     cycles = ["--layers", str(layers), "--cycles", "3" if quick else "4", "--together", "--folder", folder, *variants]
-    sizes = ["1", "4", "8"] if quick else ["1", "4", "8", "16"]
+    sizes = ["1", "4", "8"] if quick else ["1", "4", "8", "16", "32"]
     ranks = ["8", "32", "128"] if quick else ["8", "32", "128", "256"]
-    files = ["--folder", folder, "--rounds", "2" if quick else "3", "--gigabytes", *sizes]
+    files = ["--folder", folder, "--rounds", "2" if quick else "3", "--peer-gigabytes", "2", "--gigabytes", *sizes]
+    pairs = ["--pairs", "40" if quick else "80", "--step-pairs", "20" if quick else "40"]
+    rounds = ["--starts", "1", *pairs, "--requests", "32", "--max-tokens", "32"]
     return [
-        Part("cycle", "benchmarks.cycle", 300, cycles),
+        Part("cycle", "benchmarks.cycle", 300, cycles, early=True),
         Part("digest", "benchmarks.digest", 60),
         Part("adapters-sweep", "benchmarks.adapters", 120, ["--sweep", "--ranks", *ranks]),
-        Part("overhead", "benchmarks.overhead", 120, ["--starts", "1", "--pairs", "6" if quick else "12"]),
-        Part("scaling", "benchmarks.scaling", 130, files, "--seconds"),
-        Part("adapters", "benchmarks.adapters", 120, ["--layers", str(layers)]),
+        Part("overhead", "benchmarks.overhead", 90, rounds, early=True),
+        Part("scaling", "benchmarks.scaling", 150, files, "--seconds"),
+        Part("adapters", "benchmarks.adapters", 60, ["--layers", str(layers)], early=True),
     ]
 
 
-def run(part: Part, out: Path, seconds: float) -> str | None:
-    """What went wrong, if anything. All that it prints goes to OUT.log."""
-    log = out.with_suffix(".log")
-    told = [part.told, str(round(max(seconds - LAST, 1)))] if part.told else []
-    command = [sys.executable, "-m", part.module, *part.arguments, *told, "--out", str(out)]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+class Run:
+    """A part that has been started. All that it prints goes to OUT.log."""
+
+    def __init__(self, part: Part, out: Path, seconds: float) -> None:
+        self._part, self._log, self._killed = part, out.with_suffix(".log"), False
+        for suffix in (".md", ".json", ".png"):  # of an earlier run
+            out.with_suffix(suffix).unlink(missing_ok=True)
+        command = [sys.executable, "-m", part.module, *part.arguments, "--out", str(out)]
+        if part.told:
+            command += [part.told, str(round(max(seconds - LAST, 1)))]
+        if part.early:
+            command.append("--wait")
+        with self._log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def ready(self) -> bool:
+        """Whether it waits for its turn, or never will."""
+        return not self._part.early or self._process.poll() is not None or common.READY in self._printed()
+
+    def go(self, seconds: float) -> str | None:
+        """It is its turn. What went wrong, if anything."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its exit status tells
+            self._process.stdin.write(b"\n")
+            self._process.stdin.close()
         try:
-            status = process.wait(seconds)
+            status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"stopped after {seconds:.0f} s"
-        finally:  # engines are processes of the same group
+        finally:
+            self.kill()
+        return f"exit status {status}: {common.last_line(self._printed())}" if status else None
+
+    def kill(self) -> None:
+        """Engines are processes of the same group."""
+        if not self._killed:  # later another group may have the number
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return f"exit status {status}: {common.last_line(log.read_text(errors='replace'))}" if status else None
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._killed = True
+
+    def _printed(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
+@contextmanager
+def started(todo: Sequence[Part], out_dir: Path, seconds: float) -> Iterator[dict[str, Run]]:
+    """Those that start early, when all of them are ready or after some time."""
+    runs: dict[str, Run] = {}
+    try:
+        for part in todo:
+            if part.early:
+                runs[part.name] = Run(part, out_dir / part.name, part.seconds)
+        until = time.monotonic() + seconds
+        while not all(each.ready() for each in runs.values()) and time.monotonic() < until:
+            time.sleep(0.2)
+        yield runs
+    finally:
+        for each in runs.values():
+            each.kill()
 
 
 def shown(out: Path) -> str:
@@ -113,19 +167,19 @@ def main() -> int:
     out_dir.mkdir(parents=True, exist_ok=True)
     results: list[tuple[str, str, str]] = []
     failed = False
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder, ExitStack() as stack:
         machine = common.in_words(common.machine(Path(folder)))
-        for part in parts(args.layers, args.quick, folder):
-            if args.only and part.name not in args.only:
-                continue
+        todo = [part for part in parts(args.layers, args.quick, folder) if not args.only or part.name in args.only]
+        begun = time.monotonic()
+        early = stack.enter_context(started(todo, out_dir, START))
+        print(f"engines of {', '.join(early) or 'none'} started: {time.monotonic() - begun:.0f} s", flush=True)
+        for part in todo:
             left = deadline - time.monotonic()
             if left < LEAST:
                 results.append((part.name, "Left out: no time was left.", ""))
                 continue
-            out, start = out_dir / part.name, time.monotonic()
-            for suffix in (".md", ".json", ".png"):  # of an earlier run
-                out.with_suffix(suffix).unlink(missing_ok=True)
-            problem = run(part, out, min(part.seconds, left))
+            out, start, seconds = out_dir / part.name, time.monotonic(), min(part.seconds, left)
+            problem = (early.get(part.name) or Run(part, out, seconds)).go(seconds)
             failed |= problem is not None
             took = f"{time.monotonic() - start:.0f} s" + (f". FAILED: {problem}" if problem else "")
             results.append((part.name, took, shown(out)))

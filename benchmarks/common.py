@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -97,6 +98,22 @@ def timed(action: Callable[[], Any]) -> float:
     action()
     sync()
     return time.perf_counter() - start
+
+
+# --- Taking turns ---------------------------------------------------------------------------------------------
+
+READY = "All engines have started; waiting for a line on standard input."
+
+
+def add_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wait", action="store_true", help="start engines, then wait for a line on standard input")
+
+
+def wait_for_turn(wait: bool) -> None:
+    """Called when engines have started and nothing has been measured."""
+    if wait:
+        print(READY, flush=True)
+        sys.stdin.readline()
 
 
 # --- Tables, pairs, files -------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What does one cycle of sleep and wake-up cost?
 
-    python -m benchmarks.cycle [--layers 36] [--cycles 5] [--variants level1 ...] [--folder DIR] [--together]
+    python -m benchmarks.cycle [--layers 36] [--cycles 5] [--variants level1 ...] [--folder DIR] [--together] [--wait]
 
 A checkpoint of random weights in the shape of an 8-billion-parameter Qwen3 and four adapters of rank 32 on all
 projections. Each variant is an engine in a process of its own:
@@ -446,6 +446,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--folder", type=Path, help="where checkpoint and adapters are kept; default: a temporary one")
     parser.add_argument("--together", action="store_true", help="start engines side by side")
+    common.add_wait(parser)
     parser.add_argument("--out", type=Path, default=Path("cycle"))
     args = parser.parse_args()
     common.need_gpu()
@@ -490,6 +491,7 @@ def measure(args: argparse.Namespace, folder: Path, logs: Path, **more: Any) -> 
                 runs += [Run(name, config, logs) for name in batch]
                 for run in runs:
                     run.started(alone=len(batch) == 1)
+                common.wait_for_turn(args.wait and not measured["variants"])
                 for run in runs:
                     run.cycle(args.cycles)
                     measured["variants"][run.name] = run.measured

@@ -1,6 +1,6 @@
 """What does the package cost while the engine serves? Throughput and steps with and without it, as ratios of pairs.
 
-    python -m benchmarks.overhead [--starts 5] [--pairs 20] [--requests 64] [--max-tokens 64] [--out overhead]
+    python -m benchmarks.overhead [--starts 5] [--pairs 20] [--requests 64] [--max-tokens 64] [--wait] [--out overhead]
 
 Two engines, one with and one without the package, each in a process of its own, answer the same requests in turn: a
 third for the base model, the rest for two adapters. A pair is two rounds right after each other; which one goes first
@@ -139,7 +139,7 @@ Steps = dict[str, dict[str, list[float]]]  # seconds of single steps by kind of 
 
 
 def measure(
-    config: dict[str, Any], pairs: int, step_pairs: int, order: tuple[str, ...]
+    config: dict[str, Any], pairs: int, step_pairs: int, order: tuple[str, ...], wait: bool = False
 ) -> tuple[list[tuple[float, float]], list[Steps]]:
     """Tokens per second without and with the package, and steps, of engines that are started in this order."""
     engines = {plugins: Served(config, plugins) for plugins in order}
@@ -147,6 +147,7 @@ def measure(
     try:
         for engine in engines.values():
             engine.round(), engine.round(), engine.steps()  # they warm up
+        common.wait_for_turn(wait)
         for number in range(max(pairs, step_pairs)):
             turn = KINDS if number % 2 == 0 else KINDS[::-1]
             if number < pairs:
@@ -218,6 +219,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("overhead"))
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    common.add_wait(parser)
     args = parser.parse_args()
     if args.serve:
         serve(json.loads(args.serve))
@@ -232,7 +234,7 @@ def main() -> None:
     }
     for start in range(args.starts):
         order = KINDS if start % 2 == 0 else KINDS[::-1]
-        pairs, steps = measure(config, args.pairs, args.step_pairs, order)
+        pairs, steps = measure(config, args.pairs, args.step_pairs, order, args.wait and start == 0)
         measured["starts"].append(pairs)
         measured["pairs"] += pairs
         measured["steps"] += steps

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import mmap
 import os
+import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -639,32 +641,76 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda code: (tmp_path / "made_up_part.py").write_text(code)
 
 
+def run(part: every.Part, out: Path, seconds: float) -> str | None:
+    return every.Run(part, out, seconds).go(seconds)
+
+
 def test_a_part_that_fails_is_reported(module: Any, tmp_path: Path) -> None:
     module("import sys\nprint('table')\nprint(sys.argv)\nraise ValueError('why')")
-    problem = every.run(every.Part("a", "made_up_part", 60, ["--x"]), tmp_path / "out", 60)
+    problem = run(every.Part("a", "made_up_part", 60, ["--x"]), tmp_path / "out", 60)
     assert problem == "exit status 1: ValueError: why"
     assert f"['{tmp_path / 'made_up_part.py'}', '--x', '--out', '{tmp_path / 'out'}']" in every.shown(tmp_path / "out")
 
 
 def test_a_part_is_told_when_to_begin_nothing_new(module: Any, tmp_path: Path) -> None:
-    module("import sys\nprint(sys.argv[1:3])")
+    module("import sys\nprint(sys.argv[3:])")
     part = every.Part("a", "made_up_part", 60, told="--seconds")
-    assert every.run(part, tmp_path / "out", 100) is None
+    assert run(part, tmp_path / "out", 100) is None
     assert "['--seconds', '60']" in every.shown(tmp_path / "out")
 
 
 def test_a_part_that_takes_too_long_is_stopped(module: Any, tmp_path: Path) -> None:
     module("import time, pathlib, sys\npathlib.Path(sys.argv[2] + '.md').write_text('so far')\ntime.sleep(60)")
-    assert every.run(every.Part("a", "made_up_part", 60), tmp_path / "out", 3) == "stopped after 3 s"
+    assert run(every.Part("a", "made_up_part", 60), tmp_path / "out", 3) == "stopped after 3 s"
     assert every.shown(tmp_path / "out") == "so far"
 
 
 def test_a_part_that_works(module: Any, tmp_path: Path) -> None:
     module("print('done')")
-    assert every.run(every.Part("a", "made_up_part", 60), tmp_path / "out", 60) is None
+    assert run(every.Part("a", "made_up_part", 60), tmp_path / "out", 60) is None
     assert every.shown(tmp_path / "out") == "done"
     text = every.summary("machine", [("a", "3 s", "table"), ("b", "Left out", "")])
     assert text == "# Benchmarks\n\nmachine\n\n## a\n\n3 s\n\ntable\n\n## b\n\nLeft out\n"
+
+
+WAITS = "import sys\nfrom benchmarks import common\nprint('begun')\ncommon.wait_for_turn('--wait' in sys.argv)\n"
+
+
+def test_engines_start_before_their_turn(module: Any, tmp_path: Path) -> None:
+    module(WAITS + "print('measured')")
+    todo = [every.Part(name, "made_up_part", 60, early=name != "b") for name in "abc"]
+    with every.started(todo, tmp_path, 60) as runs:
+        assert list(runs) == ["a", "c"]
+        assert [every.shown(tmp_path / name).splitlines() for name in "ac"] == 2 * [["begun", common.READY]]
+        assert runs["a"].go(60) is None
+        assert every.shown(tmp_path / "a").endswith("measured")
+        assert "measured" not in every.shown(tmp_path / "c")
+        left = runs["c"]._process
+    assert left.poll() == -signal.SIGKILL, "its turn never came"
+
+
+def test_one_that_does_not_get_ready_is_not_waited_for(module: Any, tmp_path: Path) -> None:
+    module("import sys, time\nif 'late' in sys.argv[2]: time.sleep(60)\nraise ValueError('why')")
+    todo = [every.Part(name, "made_up_part", 60, early=True) for name in ("early", "late")]
+    start = time.monotonic()
+    with every.started(todo, tmp_path, 3) as runs:
+        assert 3 <= time.monotonic() - start < 30
+        assert runs["early"].go(60) == "exit status 1: ValueError: why"
+        assert runs["late"].go(0.1) == "stopped after 0 s"
+
+
+def test_all_in_turn(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module("import sys, time\nprint('measured', flush=True)\ntime.sleep(60 if 'slow' in sys.argv[2] else 0)")
+    todo = [every.Part(name, "made_up_part", 4) for name in ("one", "slow", "none")]
+    monkeypatch.setattr(every, "parts", lambda *args: todo)
+    monkeypatch.setattr(common, "need_gpu", lambda: None)
+    monkeypatch.setattr(every, "LEAST", 57)
+    monkeypatch.setattr(sys, "argv", ["all", "--out-dir", str(tmp_path), "--minutes", "1"])
+    assert every.main() == 1
+    text = (tmp_path / "summary.md").read_text()
+    assert re.search(r"## one\n\n\d s\n\nmeasured\n", text)
+    assert re.search(r"## slow\n\n4 s. FAILED: stopped after 4 s\n\nmeasured\n", text)
+    assert text.endswith("## none\n\nLeft out: no time was left.\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
