@@ -74,9 +74,9 @@ class Run:
     """A part that has been started. All that it prints goes to OUT.log."""
 
     def __init__(self, part: Part, out: Path, seconds: float) -> None:
-        self._part, self._log, self._killed = part, out.with_suffix(".log"), False
+        self._part, self._log, self._killed = part, common.beside(out, ".log"), False
         for suffix in (".md", ".json", ".png"):  # of an earlier run
-            out.with_suffix(suffix).unlink(missing_ok=True)
+            common.beside(out, suffix).unlink(missing_ok=True)
         command = [sys.executable, "-m", part.module, *part.arguments, "--out", str(out)]
         if part.told:
             command += [part.told, str(round(max(seconds - LAST, 1)))]
@@ -136,9 +136,9 @@ def started(todo: Sequence[Part], out_dir: Path, seconds: float) -> Iterator[dic
 
 def shown(out: Path) -> str:
     """What it measured: OUT.md, or what it printed."""
-    if (text := out.with_suffix(".md")).exists():
+    if (text := common.beside(out, ".md")).exists():
         return text.read_text().strip()
-    log = out.with_suffix(".log")
+    log = common.beside(out, ".log")
     return log.read_text(errors="replace")[-4000:].strip() if log.exists() else ""
 
 

@@ -148,11 +148,16 @@ def ratio_line(ratio: Mapping[str, Any]) -> str:
     return f"PAIRED RATIO {ratio['label']}: {median} ({pairs})"
 
 
+def beside(out: Path, suffix: str) -> Path:
+    """OUT with something after it; a dot in OUT (``cycle-0.30.0``) stays."""
+    return out.with_name(out.name + suffix)
+
+
 def save(out: Path, measured: Mapping[str, Any], text: str) -> None:
     """Write OUT.json (raw) and OUT.md (what is printed). Called after every part, so that a part that fails is all."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(measured, indent=1))
-    out.with_suffix(".md").write_text(text + "\n")
+    beside(out, ".json").write_text(json.dumps(measured, indent=1))
+    beside(out, ".md").write_text(text + "\n")
 
 
 def plot(out: Path, draw: Callable[[Any, Sequence[Any]], None], panels: int = 1) -> None:
@@ -167,7 +172,7 @@ def plot(out: Path, draw: Callable[[Any, Sequence[Any]], None], panels: int = 1)
     figure, axes = pyplot.subplots(1, panels, figsize=(7 * panels, 5), squeeze=False)
     draw(figure, list(axes[0]))
     figure.tight_layout()
-    figure.savefig(out.with_suffix(".png"), dpi=120)
+    figure.savefig(beside(out, ".png"), dpi=120)
     pyplot.close(figure)
 
 

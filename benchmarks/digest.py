@@ -4,23 +4,24 @@
 
 About 400 tensors with the shapes of an 8B model's, scaled to the given size. Each run measures both, one right after
 the other; which one goes first alternates. Measured twice: by the device's own clock (kernels and copies, and gaps
-while the device waits for Python), and by the wall clock, until results are on the host. Prints a table, writes
-OUT.json, and OUT.png where there is matplotlib. Without a GPU it measures the CPU, with 0.2 GB unless told otherwise.
+while the device waits for Python), and by the wall clock, until results are on the host. Without a GPU it measures the
+CPU, with 0.2 GB unless told otherwise. Prints a table, writes OUT.json, OUT.md, and OUT.png with matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vllm_lora_reload.checksum import digests
+
+from . import common
+from .common import middle, paired, ratio_line
 
 HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
 KINDS = ("digests", "sum")
@@ -60,51 +61,73 @@ def measure(work: Callable[[], object], device: str) -> dict[str, float]:
     return {"wall": (time.perf_counter() - begin) * 1e3, "device": first.elapsed_time(last)}
 
 
-def plot(runs: list[dict[str, dict[str, float]]], size: int, file: Path) -> None:
-    import matplotlib
+def times(measured: dict[str, Any], kind: str, clock: str) -> list[float]:
+    return [run[kind][clock] for run in measured["runs"]]
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots()
+def ratios(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        paired(
+            f"sum / digests, ms of the {clock} clock", times(measured, "sum", clock), times(measured, "digests", clock)
+        )
+        for clock in CLOCKS
+    ]
+
+
+def render(measured: dict[str, Any]) -> str:
+    size = measured["bytes"]
+    rows = []
+    for kind in KINDS:
+        for clock in CLOCKS:
+            found = times(measured, kind, clock)
+            rows.append([kind, clock, middle(found, 2), middle([size / ms / 1e9 for ms in found])])
+    return "\n".join(
+        [
+            common.in_words(measured["machine"]),
+            f"{measured['tensors']} tensors, {size / 1e9:.2f} GB, medians of {len(measured['runs'])} runs",
+            "",
+            common.table(["", "clock", "ms", "TB/s"], rows),
+            "",
+            *map(ratio_line, ratios(measured)),
+        ]
+    )
+
+
+def draw(measured: dict[str, Any], panels: Sequence[Any]) -> None:
+    size, axes = measured["bytes"], panels[0]
     for kind, mark in zip(KINDS, "ox", strict=True):
         for clock, fill in zip(CLOCKS, ("full", "none"), strict=True):
-            rates = [size / run[kind][clock] / 1e9 for run in runs]
+            rates = [size / ms / 1e9 for ms in times(measured, kind, clock)]
             axes.plot(rates, mark, fillstyle=fill, label=f"{kind}, {clock} clock")
     axes.set(xlabel="run", ylabel="TB/s", ylim=(0, None), title=f"Reading {size / 1e9:.1f} GB of weights")
     axes.legend()
-    figure.savefig(file)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--gigabytes", type=float, default=16.4 if device == "cuda" else 0.2)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("digest"))
     args = parser.parse_args()
     tensors, memory = model(args.gigabytes, device)
-    size = sum(tensor.nbytes for tensor in tensors)
     work: dict[str, Callable[[], object]] = {"digests": lambda: digests(tensors), "sum": lambda: memory.sum().item()}
     for kind in KINDS * 2:
         work[kind]()  # compiles, and warms up
-    runs = []
+    measured: dict[str, Any] = {
+        "machine": common.machine(args.out.absolute().parent),
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "tensors": len(tensors),
+        "runs": [],
+    }
     for number in range(args.runs):
-        runs.append({kind: measure(work[kind], device) for kind in (KINDS if number % 2 == 0 else KINDS[::-1])})
-
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name}: {len(tensors)} tensors, {size / 1e9:.2f} GB, median of {len(runs)} runs\n")
-    print("| | clock | ms | TB/s |\n| --- | --- | --- | --- |")
-    medians = {kind: {clock: statistics.median(run[kind][clock] for run in runs) for clock in CLOCKS} for kind in KINDS}
-    for kind in KINDS:
-        for clock in CLOCKS:
-            print(f"| {kind} | {clock} | {medians[kind][clock]:.2f} | {size / medians[kind][clock] / 1e9:.3f} |")
-    ratios = {clock: statistics.median(run["sum"][clock] / run["digests"][clock] for run in runs) for clock in CLOCKS}
-    print("\nrate of digests / rate of sum, median of pairs: " + ", ".join(f"{c} {r:.3f}" for c, r in ratios.items()))
-    result = {"device": name, "bytes": size, "tensors": len(tensors), "runs": runs, "median ms": medians}
-    args.out.with_suffix(".json").write_text(json.dumps(result | {"median ratio": ratios}))
-    if importlib.util.find_spec("matplotlib"):
-        plot(runs, size, args.out.with_suffix(".png"))
+        turn = KINDS if number % 2 == 0 else KINDS[::-1]
+        measured["runs"].append({kind: measure(work[kind], device) for kind in turn})
+    measured["ratios"] = ratios(measured)
+    text = render(measured)
+    common.save(args.out, measured, text)
+    print(text)
+    common.plot(args.out, lambda _, panels: draw(measured, panels))
 
 
 if __name__ == "__main__":

@@ -189,8 +189,7 @@ def run_case(case: Case, file: Path, target: torch.Tensor, block: torch.Tensor, 
             ring.read({file: pieces})  # fills the page cache; takes the buffers
         else:
             ring.prepare()
-        pinned = Pinned(ring.threads * ring.chunk, target.device)
-        assert pinned.memory is not None
+        buffers = Pinned(ring.threads * ring.chunk, target.device) if case.warm else None
         for _ in range(rounds):
             target.fill_(0xA5)
             if not case.warm:
@@ -198,11 +197,12 @@ def run_case(case: Case, file: Path, target: torch.Tensor, block: torch.Tensor, 
             measured["cached"].append(cached(file, nbytes))
             measured["seconds"].append(common.timed(lambda: ring.read({file: pieces})))
             measured["exact"] &= is_right(target, block)
-            if case.warm:
-                alone = functools.partial(reads_alone, file, nbytes, pinned.memory.split(ring.chunk))
+            if buffers is not None and buffers.memory is not None:
+                alone = functools.partial(reads_alone, file, nbytes, buffers.memory.split(ring.chunk))
                 measured["alone"].append(common.timed(alone))
         measured |= {"threads used": ring.threads, "chunk": ring.chunk, "pinned": ring.nbytes}
-        pinned.close()
+        if buffers is not None:
+            buffers.close()
     finally:
         ring.close()
     return measured

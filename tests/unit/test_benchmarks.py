@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import adapters, common, cycle, overhead, scaling, shapes
+from benchmarks import adapters, common, cycle, digest, overhead, scaling, shapes
 from benchmarks import all as every
 from benchmarks.common import Child, ChildError, Parent
 
@@ -65,9 +65,9 @@ def test_pairs_are_of_equal_numbers() -> None:
 
 
 def test_files_are_written_beside_each_other(tmp_path: Path) -> None:
-    common.save(tmp_path / "new" / "out", {"a": [1]}, "text")
-    assert json.loads((tmp_path / "new" / "out.json").read_text()) == {"a": [1]}
-    assert (tmp_path / "new" / "out.md").read_text() == "text\n"
+    common.save(tmp_path / "new" / "out-0.30.0", {"a": [1]}, "text")
+    assert json.loads((tmp_path / "new" / "out-0.30.0.json").read_text()) == {"a": [1]}
+    assert (tmp_path / "new" / "out-0.30.0.md").read_text() == "text\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -77,7 +77,8 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     common.plot(tmp_path / "one", lambda _, panels: adapters.draw_one(one(), panels), panels=2)
     common.plot(tmp_path / "scaling", lambda _, panels: scaling.draw(scaled(), panels), panels=2)
     common.plot(tmp_path / "overhead", lambda _, panels: overhead.draw(served(), panels), panels=2)
-    assert len(list(tmp_path.glob("*.png"))) == 5
+    common.plot(tmp_path / "digest", lambda _, panels: digest.draw(digested(), panels))
+    assert len(list(tmp_path.glob("*.png"))) == 6
 
 
 def test_the_last_line_fits_into_a_table() -> None:
@@ -622,6 +623,32 @@ def test_steps_are_timed_while_all_requests_decode() -> None:
     assert engine.add_request.call_count == 2
     assert len(seconds["wall"]) == len(seconds["cpu"]) == 12 - 2 * overhead.WARM_STEPS
     assert engine.step.call_count == overhead.WARM_STEPS + 4 + 2
+
+
+# --- Digests --------------------------------------------------------------------------------------------------
+
+
+def digested() -> dict[str, Any]:
+    run = {"digests": {"device": 4.0, "wall": 5.0}, "sum": {"device": 3.0, "wall": 3.0}}
+    slow = {"digests": {"device": 6.0, "wall": 7.0}, "sum": {"device": 3.0, "wall": 3.0}}
+    return {"machine": MACHINE, "bytes": 12_000_000_000, "tensors": 7, "runs": [run, slow, run]}
+
+
+def test_digests_beside_the_sum_of_the_same_memory() -> None:
+    text = digest.render(digested())
+    assert "7 tensors, 12.00 GB, medians of 3 runs" in text
+    assert "| digests | device | 4.00 | 3.000 |" in text
+    assert "| sum     | wall   | 3.00 | 4.000 |" in text
+    assert "PAIRED RATIO sum / digests, ms of the device clock: 0.750 (median of 3 pairs, 0.500 to 0.750)" in text
+
+
+def test_digests_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["digest", "--gigabytes", "0.01", "--runs", "2", "--out", str(tmp_path / "d")])
+    digest.main()
+    measured = json.loads((tmp_path / "d.json").read_text())
+    assert [list(run) for run in measured["runs"]] == [["digests", "sum"], ["sum", "digests"]]
+    assert measured["tensors"] == len(digest.shapes())
+    assert capsys.readouterr().out == (tmp_path / "d.md").read_text()
 
 
 # --- All ------------------------------------------------------------------------------------------------------
