@@ -255,17 +255,9 @@ def sweep(args: argparse.Namespace, folder: Path, shape: Shape) -> dict[str, Any
                 config = {"shape": vars(shape), "folder": str(place), "rank": rank, "counts": counts}
                 child = Child(sweep_rank, config | {"rounds": args.rounds}, env, folder / f"rank{rank}.log")
                 children[rank] = (child, counts)
-        failed: dict[int, str] = {}
-        for rank, (child, _) in children.items():
-            try:
-                child.receive(START_SECONDS)
-            except ChildError as error:
-                failed[rank] = str(error)
-        common.wait_for_turn(args.wait)
         for rank, (child, counts) in children.items():
             try:
-                if rank in failed:
-                    raise ChildError(failed[rank])
+                child.receive(START_SECONDS)
                 child.go()
                 for _ in counts:
                     measured["sweep"].append(child.receive(SWEEP_SECONDS))
@@ -350,6 +342,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("adapters"))
     common.add_wait(parser)
     args = parser.parse_args()
+    if args.sweep and args.wait:
+        parser.error("the engines of a sweep do not wait")
     args.layers = args.layers or (8 if args.sweep else Shape.layers)
     shape = Shape(layers=args.layers)
     os.environ.update(common.QUIET)

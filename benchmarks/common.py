@@ -113,7 +113,8 @@ def wait_for_turn(wait: bool) -> None:
     """Called when engines have started and nothing has been measured."""
     if wait:
         print(READY, flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            raise SystemExit("nobody is there any more to say that it is time")
 
 
 # --- Tables, pairs, files -------------------------------------------------------------------------------------

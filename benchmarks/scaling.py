@@ -72,19 +72,15 @@ def cases(sizes: Sequence[float], at: float, cores: int) -> list[Case]:
     ]
 
 
-def cached(file: Path, nbytes: int) -> float:
-    """Share of the first `nbytes` that is in the page cache, by a sample; 1.0 where the kernel does not tell."""
-    from vllm_lora_reload.pagecache import PageCache
+def cached(file: Path, nbytes: int) -> float | None:
+    """Share of the first `nbytes` that is in the page cache, by a sample; None where the kernel does not tell."""
+    from vllm_lora_reload import pagecache
 
     fd = os.open(file, os.O_RDONLY)
     try:
-        pages = PageCache(fd)
+        return pagecache.cached(fd, 0, nbytes, 256)
     finally:
         os.close(fd)
-    try:
-        return pages.share(0, nbytes, 256)
-    finally:
-        pages.close()
 
 
 def drop_from_cache(file: Path) -> None:
@@ -400,7 +396,7 @@ def rates(case: dict[str, Any]) -> list[float]:
 
 
 def case_row(case: dict[str, Any], bus: float | None) -> list[str]:
-    share = case.get("cached", [])
+    share = [each for each in case.get("cached", []) if each is not None]
     found = rates(case)
     return [
         f"{case['gigabytes']:g}",
@@ -411,7 +407,7 @@ def case_row(case: dict[str, Any], bus: float | None) -> list[str]:
         f"{max(found):.1f}" if found else "-",
         f"{statistics.median(found) / bus:.0%}" if found and bus else "-",
         middle([case["gigabytes"] / seconds for seconds in case.get("alone", [])], 1),
-        f"{statistics.median(share):.0%}" if share else "-",
+        f"{statistics.median(share):.0%}" if share else "unknown",
         "yes" if case.get("exact") and found else case.get("error") or "NO",
     ]
 

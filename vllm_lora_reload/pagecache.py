@@ -2,103 +2,105 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
+import random
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
-
-import numpy
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 _BLOCK = 4 << 20  # bytes that are brought in at a time
 _SAMPLES = 64  # pages of a whole file that are looked at
-_FEW = 4  # of a block
+_SAMPLES_OF_BLOCK = 4
+_chance = random.Random()  # of nobody else's seed
 
 
-@cache
-def _libc() -> Any:
-    return ctypes.PyDLL(None, use_errno=True)
+def cached(fd: int, start: int, stop: int, samples: int = _SAMPLES_OF_BLOCK) -> float | None:
+    """Part of the bytes from `start` to `stop` that is in the page cache, by a sample of pages.
 
+    Asked by ``preadv`` with RWF_NOWAIT, which has the kernel read the pages that it was asked about: each time others
+    are taken, else a file that is not there would be there the second time. (``mincore`` has no such effect, but tells
+    a process that may not write to the file that all is there.)
 
-class PageCache:
-    """Which pages of an open file are in memory, by ``mincore(2)``.
-
-    ``preadv`` with RWF_NOWAIT tells as well, but has the kernel read the pages that it was asked about, so that the
-    second time they are all there. Where nothing can be known, all is said to be there: Linux says so itself to a
-    process that may not write to the file; other systems, and file systems that map no files, cannot be asked.
+    Returns:
+        None where that cannot be known, as on file systems with a cache of their own.
     """
+    byte = bytearray(1)
+    first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
+    samples = max(1, min(samples, last - first))
+    found = 0
+    for number in range(samples):
+        page = first + int((last - first) * (number + _chance.random()) / samples)
+        try:
+            os.preadv(fd, [byte], page * mmap.PAGESIZE, os.RWF_NOWAIT)
+            found += 1
+        except BlockingIOError:
+            continue
+        except OSError:
+            return None
+    return found / samples
 
-    def __init__(self, fd: int) -> None:
-        self._size = os.fstat(fd).st_size
-        self._map: mmap.mmap | None = None
-        self._address = 0
-        if self._size and hasattr(_libc(), "mincore"):
-            try:
-                self._map = mmap.mmap(fd, self._size, prot=mmap.PROT_READ)
-            except OSError:
-                return
-            self._address = numpy.frombuffer(self._map, numpy.uint8).ctypes.data  # never read from
 
-    def share(self, start: int = 0, stop: int | None = None, samples: int = _SAMPLES) -> float:
-        """Part of the bytes from `start` to `stop` that is in memory, by a sample of pages; 1.0 where it is unknown."""
-        stop = self._size if stop is None else min(stop, self._size)
-        if self._map is None or stop <= start:
-            return 1.0
-        found, page = ctypes.c_ubyte(), mmap.PAGESIZE
-        first, last = start // page, (stop - 1) // page
-        places = sorted({first + (last - first) * number // max(1, samples - 1) for number in range(samples)})
-        present = 0
-        for place in places:
-            if _libc().mincore(ctypes.c_void_p(self._address + place * page), ctypes.c_size_t(1), ctypes.byref(found)):
-                return 1.0
-            present += found.value & 1
-        return present / len(places)
-
-    def has(self, start: int, stop: int) -> bool:
-        """Whether a block is in memory, by its first and last page and some between."""
-        return self.share(start, stop, _FEW) == 1.0
-
-    def close(self) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+def cached_of_file(fd: int) -> float | None:
+    """`cached` of a whole file."""
+    return cached(fd, 0, os.fstat(fd).st_size, _SAMPLES)
 
 
 def bring_in(paths: Sequence[Path], given_up: threading.Event) -> None:
-    """Read files from where something is missing, if that fits into half of the free memory, until it is `given_up`."""
+    """Read what is missing of files, as many as fit into half of the free memory, until it is `given_up`."""
     block = bytearray(_BLOCK)
     try:
+        room = available_memory() // 2
         for path in paths:
             with path.open("rb", buffering=0) as file:
-                fd, size = file.fileno(), os.fstat(file.fileno()).st_size
-                pages = PageCache(fd)
-                try:
-                    if size * (1 - pages.share()) > available_memory() // 2:
-                        continue
-                    blocks = range(0, size, _BLOCK)
-                    missing = next((start for start in blocks if not pages.has(start, start + _BLOCK)), size)
-                    for start in range(missing, size, _BLOCK):
-                        if given_up.is_set():
-                            return
-                        # At the second read Linux counts a page as active, under a lock that costs the many threads
-                        # of a restore a third of their speed.
-                        os.preadv(fd, [block], start)
-                        os.preadv(fd, [block], start)
-                finally:
-                    pages.close()
+                fd = file.fileno()
+                size = os.fstat(fd).st_size
+                if cached_of_file(fd) is None:
+                    continue
+                starts = range(0, size, _BLOCK)
+                missing = [start for start in starts if cached(fd, start, min(start + _BLOCK, size)) != 1]
+                if len(missing) * _BLOCK > room:
+                    continue
+                room -= len(missing) * _BLOCK
+                for start in missing:
+                    if given_up.is_set():
+                        return
+                    # At the second read Linux counts a page as active, under a lock that costs the many threads of a
+                    # restore a third of their speed.
+                    os.preadv(fd, [block], start)
+                    os.preadv(fd, [block], start)
     except OSError as error:
         logger.warning("%s: %s; reading it when it is needed may be slow", path, error)
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be used without swapping, page cache included (``MemAvailable``)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
+    """Bytes of host memory that this process can have without swapping, page cache included.
+
+    ``MemAvailable``, or what its control group (version 2) leaves of its limit if that is less.
+    """
+    found = _fields(Path("/proc/meminfo"))["MemAvailable:"] << 10
+    for folder in _groups():
+        limit = (folder / "memory.max").read_text().strip() if (folder / "memory.max").exists() else "max"
+        if limit != "max":
+            current = int((folder / "memory.current").read_text())
+            found = min(found, int(limit) - current + _fields(folder / "memory.stat")["file"])
+    return max(found, 0)
+
+
+def _groups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """Folders of this process's control group and those above it."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    for line in lines:
+        if line.startswith("0::"):
+            group = mount / line[3:].lstrip("/")
+            return [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+    return []
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """The first number of each line, by the word before it."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {name: int(value) for name, value, *_ in lines}

@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 
-from .pagecache import PageCache, bring_in
+from .pagecache import bring_in, cached, cached_of_file
 from .reads import Reads, reads_for
 from .tensors import as_bytes
 
@@ -197,31 +197,26 @@ class _Source:
     def __init__(self, path: Path, reader: Reader, stack: ExitStack) -> None:
         self.path = path
         self.missed = False
-        self._pages: PageCache | None = None
-        self.fd = self._direct = os.open(path, os.O_RDONLY)
+        self._stack = stack
+        self.fd = os.open(path, os.O_RDONLY)
         stack.callback(os.close, self.fd)
-        if reader == "buffered":
-            return
-        pages = PageCache(self.fd) if reader == "auto" else None
-        if pages is not None:
-            stack.callback(pages.close)
-            if pages.share() == 1.0:
-                return
-        try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        except OSError:
-            return  # a file system without direct reads
-        stack.callback(os.close, self._direct)
-        self._pages = pages
+        self._past: int | None = None  # what reads past the page cache
+        self._through = reader == "buffered" or (reader == "auto" and cached_of_file(self.fd) in (1, None))
+        self._asks = reader == "auto"
 
     def best(self, start: int, stop: int) -> int:
         """The descriptor to read some bytes with."""
-        if self._pages is None:
-            return self._direct
-        if self._pages.has(start, stop):
+        if self._through or (self._asks and cached(self.fd, start, stop) == 1):
             return self.fd
-        self.missed = True
-        return self._direct
+        if self._past is None:
+            try:
+                self._past = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT)
+            except OSError:  # a file system without direct reads, or no descriptor is left
+                self._through = True
+                return self.fd
+            self._stack.callback(os.close, self._past)
+        self.missed |= self._asks
+        return self._past
 
 
 @dataclass
@@ -367,9 +362,9 @@ class Ring:
         # all that it uses: an interrupt (Ctrl-C) ends it soon, but does not take files or memory away from under it.
         self._stop.clear()
         thread = ThreadPoolExecutor(1, "lora-reload-ring")
-        self._running = thread.submit(self._read, wanted)
-        thread.shutdown(wait=False)
         try:
+            self._running = thread.submit(self._read, wanted)
+            thread.shutdown(wait=False)
             missed = self._running.result()
         finally:
             self._finish()

@@ -1,5 +1,6 @@
 """What benchmarks make of measurements, with made-up ones, and the parts of them that need neither GPU nor engine."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -8,6 +9,7 @@ import mmap
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -411,7 +413,7 @@ def scaled() -> dict[str, Any]:
             warm
             | {"seconds": [0.1, 0.2, 0.4], "alone": [0.05] * 3, "cached": [1.0], "exact": True}
             | {"threads used": 16},
-            cold | {"seconds": [2.0], "cached": [0.0], "exact": False},
+            cold | {"seconds": [2.0], "cached": [None], "exact": False},
             cold | {"seconds": [], "error": "OSError: no"},
         ],
         "left out": ["32 GB: no room"],
@@ -438,8 +440,8 @@ def test_cases_vary_one_thing_at_a_time() -> None:
 def test_rows_of_scaling() -> None:
     first, second, third = (scaling.case_row(case, 50.0) for case in scaled()["cases"])
     assert first == ["4", "buffered", "warm", "16", "20.0", "40.0", "40%", "80.0", "100%", "yes"]
-    assert second == ["4", "direct", "cold", "8", "2.0", "2.0", "4%", "-", "0%", "NO"]
-    assert third[4:] == ["-", "-", "-", "-", "-", "OSError: no"]
+    assert second == ["4", "direct", "cold", "8", "2.0", "2.0", "4%", "-", "unknown", "NO"]
+    assert third[4:] == ["-", "-", "-", "-", "unknown", "OSError: no"]
 
 
 def test_other_loaders_are_counted_from_their_second_round() -> None:
@@ -716,6 +718,79 @@ def test_engines_start_before_their_turn(module: Any, tmp_path: Path) -> None:
     assert left.poll() == -signal.SIGKILL, "its turn never came"
 
 
+def test_engines_of_one_that_fails_end_with_it(module: Any, tmp_path: Path) -> None:
+    module(
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "pathlib.Path(sys.argv[2] + '.pid').write_text(str(child.pid))\n"
+        "raise ValueError('why')"
+    )
+    with every.started([every.Part("a", "made_up_part", 60, early=True)], tmp_path, 60) as runs:
+        assert ended(int((tmp_path / "a.pid").read_text()))
+        assert runs["a"].go(60) == "exit status 1: ValueError: why"
+
+
+def ended(pid: int) -> bool:
+    """Within some seconds."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if state == "Z":  # nobody has asked for its status
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_when_it_is_stopped_nobody_measures(module: Any, tmp_path: Path) -> None:
+    """Those that wait end as well, however it ends."""
+    module(WAITS + "print('measured')")
+    code = (
+        "import sys, time\n"
+        "from benchmarks import all as every, common\n"
+        "todo = [every.Part(name, 'made_up_part', 60, early=True) for name in ('a', 'b')]\n"
+        "todo[0] = every.Part('slow', 'time', 60)\n"
+        "every.parts = lambda *args: todo\n"
+        "common.need_gpu = lambda: None\n"
+        f"sys.argv = ['all', '--out-dir', {str(tmp_path)!r}]\n"
+        "every.Run.go = lambda run, seconds: time.sleep(60)\n"
+        "every.main()\n"
+    )
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        (tmp_path / "b.log").write_text("")
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=every.ROOT)
+        while common.READY not in (tmp_path / "b.log").read_text():
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)  # it has seen that too
+        process.send_signal(number)
+        assert process.wait(30) == (1 if number == signal.SIGTERM else -number)
+        for _ in range(50):
+            if not any("made_up_part" in line for line in running()):
+                break
+            time.sleep(0.1)
+        assert not any("made_up_part" in line for line in running())
+        assert "measured" not in (tmp_path / "b.log").read_text()
+
+
+def running() -> list[str]:
+    """Command lines of all processes."""
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return lines
+
+
+def test_the_end_of_a_long_log_is_enough(module: Any, tmp_path: Path) -> None:
+    module("print('x' * 10_000_000)\n" + WAITS + "print('measured')")
+    with every.started([every.Part("a", "made_up_part", 60, early=True)], tmp_path, 60) as runs:
+        assert runs["a"].ready()
+        assert len(runs["a"]._printed()) == every.TAIL
+        assert runs["a"].go(60) is None
+
+
 def test_one_that_does_not_get_ready_is_not_waited_for(module: Any, tmp_path: Path) -> None:
     module("import sys, time\nif 'late' in sys.argv[2]: time.sleep(60)\nraise ValueError('why')")
     todo = [every.Part(name, "made_up_part", 60, early=True) for name in ("early", "late")]
@@ -727,16 +802,30 @@ def test_one_that_does_not_get_ready_is_not_waited_for(module: Any, tmp_path: Pa
 
 
 def test_all_in_turn(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module("import sys, time\nprint('measured', flush=True)\ntime.sleep(60 if 'slow' in sys.argv[2] else 0)")
-    todo = [every.Part(name, "made_up_part", 4) for name in ("one", "slow", "none")]
+    module(
+        "import pathlib, sys, time\n"
+        "with open(sys.argv[2] + '.starts', 'a') as file: file.write('x')\n"
+        "if '--wait' in sys.argv:\n"
+        "    from benchmarks import common\n"
+        "    common.wait_for_turn(True)\n"
+        "print('measured', flush=True)\n"
+        "time.sleep(60 if 'slow' in sys.argv[2] else 0)\n"
+    )
+    todo = [every.Part(name, "made_up_part", 8, early=name == "one") for name in ("one", "slow", "none")]
     monkeypatch.setattr(every, "parts", lambda *args: todo)
     monkeypatch.setattr(common, "need_gpu", lambda: None)
-    monkeypatch.setattr(every, "LEAST", 57)
+    monkeypatch.setattr(every, "LEAST", 53)
+    monkeypatch.setattr(every.signal, "signal", lambda *args: None)
     monkeypatch.setattr(sys, "argv", ["all", "--out-dir", str(tmp_path), "--minutes", "1"])
+    for name in ("one.json", "none.md"):
+        (tmp_path / name).write_text("of an earlier run")
     assert every.main() == 1
     text = (tmp_path / "summary.md").read_text()
-    assert re.search(r"## one\n\n\d s\n\nmeasured\n", text)
-    assert re.search(r"## slow\n\n4 s. FAILED: stopped after 4 s\n\nmeasured\n", text)
+    assert re.search(r"## engines that started side by side\n\n\d+ s: one.\n", text)
+    assert re.search(r"## one\n\n\d s\n\n.*measured\n", text, re.DOTALL)
+    assert (tmp_path / "one.starts").read_text() == "x"
+    assert not (tmp_path / "one.json").exists()
+    assert re.search(r"## slow\n\n8 s. FAILED: stopped after 8 s\n\nmeasured\n", text)
     assert text.endswith("## none\n\nLeft out: no time was left.\n")
 
 

@@ -1,31 +1,26 @@
 """What the kernel holds of a file. The real page cache; on file systems that live in memory there is nothing to see."""
 
-import mmap
+import errno
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_lora_reload import pagecache
-from vllm_lora_reload.pagecache import PageCache, bring_in
+from vllm_lora_reload.pagecache import available_memory, bring_in
 
 SIZE = 33_000_001
 BLOCK = pagecache._BLOCK
 
 
-@contextmanager
-def pages_of(path: Path) -> Iterator[PageCache]:
+def cached(path: Path, start: int = 0, stop: int = SIZE, samples: int = 500) -> float | None:
     fd = os.open(path, os.O_RDONLY)
-    pages = PageCache(fd)
-    os.close(fd)  # it has its own
     try:
-        yield pages
+        return pagecache.cached(fd, start, stop, samples)
     finally:
-        pages.close()
+        os.close(fd)
 
 
 def read(path: Path, nbytes: int) -> None:
@@ -35,80 +30,95 @@ def read(path: Path, nbytes: int) -> None:
         assert len(opened.read(nbytes)) == nbytes
 
 
-def drop(path: Path) -> None:
+def make(path: Path) -> Path:
+    """None of it is in memory."""
+    path.write_bytes(os.urandom(SIZE))
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
+    if cached(path, samples=20) != 0:  # these pages are there from now on
+        pytest.skip("this file system keeps its files in memory, or does not tell")
+    return path
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """None of it is in memory."""
-    path = tmp_path / "weights"
-    path.write_bytes(os.urandom(SIZE))
-    drop(path)
-    with pages_of(path) as pages:
-        if pages.share() > 0:
-            pytest.skip("this file system keeps its files in memory, or does not tell")
-    return path
+    return make(tmp_path / "weights")
 
 
-def test_asking_brings_nothing_there(file: Path) -> None:
-    for _ in range(3):
-        with pages_of(file) as pages:
-            assert pages.share() == 0
-            assert not pages.has(0, BLOCK) and not pages.has(SIZE - 1, SIZE)
+def test_asking_again_gives_the_same_answer(file: Path) -> None:
+    """Though the kernel reads the pages that it was asked about."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        for _ in range(5):
+            share = pagecache.cached_of_file(fd)
+            assert share is not None and share < 0.25
+            assert pagecache.cached(fd, 0, BLOCK) != 1
+    finally:
+        os.close(fd)
 
 
 def test_what_has_been_read_is_there(file: Path) -> None:
     read(file, 2 * BLOCK)
-    with pages_of(file) as pages:
-        assert pages.has(0, BLOCK) and pages.has(100, 2 * BLOCK)
-        assert not pages.has(BLOCK, 3 * BLOCK) and not pages.has(3 * BLOCK, 4 * BLOCK)
-        assert 0.1 < pages.share() < 0.5
+    assert cached(file, 0, BLOCK) == cached(file, 100, 2 * BLOCK) == 1
+    found = cached(file, BLOCK, 3 * BLOCK, 4)  # one of the first quarter, and so on
+    assert found is not None and found >= 0.5
+    assert cached(file, 3 * BLOCK, 4 * BLOCK, 4) != 1
+    share = cached(file)
+    assert share is not None and abs(share - 2 * BLOCK / SIZE) < 0.1
     file.read_bytes()
-    with pages_of(file) as pages:
-        assert pages.share() == 1 and pages.has(0, SIZE) and pages.has(SIZE - 1, SIZE + BLOCK)
+    assert cached(file) == cached(file, SIZE - 1, SIZE) == cached(file, SIZE - 1, SIZE + BLOCK) == 1
 
 
-def test_a_file_that_shrinks_while_it_is_looked_at(file: Path) -> None:
-    """No page of the mapping is touched, which would end the process."""
-    with pages_of(file) as pages:
-        os.truncate(file, 10)
-        assert not pages.has(BLOCK, 2 * BLOCK)
+def test_every_page_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset, flags: asked.append(offset))
+    for _ in range(200):
+        pagecache.cached(0, 3 * 4096 + 5, 7 * 4096 + 1, 2)
+    assert set(asked[::2]) == {3 * 4096, 4 * 4096, 5 * 4096}  # half of five pages
+    assert set(asked[1::2]) == {5 * 4096, 6 * 4096, 7 * 4096}
+    asked.clear()
+    assert pagecache.cached(0, 4096, 4097, 8) == 1
+    assert asked == [4096]
 
 
-@pytest.mark.parametrize("problem", ["empty", "no mincore", "no mapping", "refused"])
-def test_where_nothing_can_be_known(problem: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as being there."""
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
+def test_where_nothing_can_be_known(error: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is brought in either; what is wrong is said by who reads."""
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise OSError
+    def refuse(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        assert flags == os.RWF_NOWAIT, "it was read"
+        raise OSError(error, "no")
 
-    class Libc:
-        if problem == "refused":
+    monkeypatch.setattr(os, "preadv", refuse)
+    assert cached(file) is None
+    bring_in([file], threading.Event())
 
-            @staticmethod
-            def mincore(*args: Any) -> int:
-                return -1
 
-    if problem == "empty":
-        file.write_bytes(b"")
-    elif problem == "no mapping":
-        monkeypatch.setattr(mmap, "mmap", refuse)
-    else:
-        monkeypatch.setattr(pagecache, "_libc", Libc)
-    with pages_of(file) as pages:
-        assert pages.share() == 1 and pages.has(0, SIZE)
+def test_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert cached(tmp_path / "empty", 0, 0) == 1
+    bring_in([tmp_path / "empty"], threading.Event())
 
 
 @pytest.mark.parametrize(("free", "comes"), [(4 * SIZE, True), (SIZE, False)])
 def test_what_has_room_is_brought_in(free: int, comes: bool, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pagecache, "available_memory", lambda: free)
     bring_in([file], threading.Event())
-    with pages_of(file) as pages:
-        assert pages.has(0, SIZE) is comes
+    share = cached(file)
+    assert share is not None and (share == 1) is comes
+
+
+def test_several_files_share_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has no room leaves it to the next."""
+    first, second, third = (make(tmp_path / name) for name in "abc")
+    read(third, 6 * BLOCK)
+    monkeypatch.setattr(pagecache, "available_memory", lambda: 3 * SIZE)
+    bring_in([first, second, third], threading.Event())
+    shares = [cached(each) for each in (first, second, third)]
+    assert shares[0] == shares[2] == 1
+    assert shares[1] is not None and shares[1] < 0.5
 
 
 def test_only_what_is_missing_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +126,17 @@ def test_only_what_is_missing_is_read(file: Path, monkeypatch: pytest.MonkeyPatc
     read(file, 6 * BLOCK)
     got: list[int] = []
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, start: got.append(start) or real(fd, buffers, start))
+
+    def watched(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if not flags:
+            got.append(offset)
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", watched)
     monkeypatch.setattr(pagecache, "available_memory", lambda: SIZE)
     bring_in([file], threading.Event())
     assert got == [6 * BLOCK, 6 * BLOCK, 7 * BLOCK, 7 * BLOCK]
-    with pages_of(file) as pages:
-        assert pages.share() == 1
+    assert cached(file) == 1
 
 
 def test_it_can_be_given_up(file: Path) -> None:
@@ -135,10 +150,49 @@ def test_it_can_be_given_up(file: Path) -> None:
             return self.asked > 2
 
     bring_in([file], Third())  # type: ignore[arg-type]
-    with pages_of(file) as pages:
-        assert pages.has(0, 2 * BLOCK) and not pages.has(4 * BLOCK, 8 * BLOCK)
+    assert cached(file, 0, 2 * BLOCK) == 1
+    share = cached(file)
+    assert share is not None and share < 1
 
 
 def test_a_file_that_is_gone_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bring_in([tmp_path / "gone"], threading.Event())
     assert "reading it when it is needed may be slow" in caplog.text
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_available() -> None:
+    """Some, and no more than there is."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert whole // 1000 < available_memory() <= whole
+
+
+@pytest.mark.parametrize(
+    ("own", "above", "left"),
+    [
+        (("max", 0, 0), ("max", 0, 0), None),
+        (("5000", 4500, 700), ("max", 0, 0), 1200),  # the page cache of the group can be taken from it
+        (("max", 0, 0), ("3000", 2900, 100), 200),
+        (("5000", 4500, 0), ("3000", 2900, 0), 100),
+        (("5000", 5500, 0), ("max", 0, 0), 0),
+    ],
+)
+def test_a_control_group_has_less(
+    own: Any, above: Any, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "pods" / "one"
+    inner.mkdir(parents=True)
+    for folder, (limit, current, file) in ((inner, own), (inner.parent, above)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{current}\n")
+        (folder / "memory.stat").write_text(f"anon 1\nfile {file}\nkernel 3\n")
+    (tmp_path / "cgroup").write_text("4:memory:/other\n0::/pods/one\n")
+    groups = pagecache._groups(tmp_path, tmp_path / "cgroup")
+    assert groups == [inner, inner.parent, tmp_path]  # the root has no limit
+    assert pagecache._groups(tmp_path, tmp_path / "none") == []
+    monkeypatch.setattr(pagecache, "_groups", list)
+    free = available_memory()
+    monkeypatch.setattr(pagecache, "_groups", lambda: groups)
+    assert available_memory() == left if left is not None else available_memory() > free // 2

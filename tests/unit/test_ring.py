@@ -366,20 +366,9 @@ def test_past_the_page_cache(
 ) -> None:
     """What is not there is read past it, and brought there for the next time."""
 
-    class Pages:
-        def __init__(self, fd: int) -> None:
-            assert os.fstat(fd).st_size == SIZE
+    def share(fd: int, start: int, stop: int) -> float:
+        return 1.0 if start in cached and stop - 1 in cached else 0.5
 
-        def share(self) -> float:
-            return len(cached) / SIZE
-
-        def has(self, start: int, stop: int) -> bool:
-            return start in cached and stop - 1 in cached
-
-        def close(self) -> None:
-            closed.append(self)
-
-    closed: list[Pages] = []
     direct: dict[int, bool] = {}
     warm: list[Path] = []
     start = kind.start
@@ -388,7 +377,8 @@ def test_past_the_page_cache(
         direct[offset] = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         start(reads, slot, fd, buffer, offset)
 
-    monkeypatch.setattr(ring_module, "PageCache", Pages)
+    monkeypatch.setattr(ring_module, "cached", share)
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: share(fd, 0, SIZE))
     monkeypatch.setattr(kind, "start", watched)
     ring = Ring(CPU, threads=2, chunk=MIB, reader=reader)
     monkeypatch.setattr(ring, "warm", warm.extend)
@@ -398,7 +388,79 @@ def test_past_the_page_cache(
     assert torch.equal(target, content)
     assert direct == {offset: offset not in through for offset in range(0, SIZE, MIB)}
     assert warm == ([file] if warmed else [])
-    assert len(closed) == (reader == "auto")
+
+
+def test_only_chunks_that_are_wanted_are_asked_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: 0.5)
+    monkeypatch.setattr(ring_module, "cached", lambda fd, start, stop: float(stop <= 2 * MIB))
+    ring = Ring(CPU, threads=2, chunk=MIB)
+    monkeypatch.setattr(ring, "warm", lambda paths: pytest.fail("nothing was missing"))
+    ring.read({file: [Piece(0, torch.empty(2 * MIB, dtype=torch.uint8))]})
+    ring.close()
+
+
+def test_a_file_system_that_does_not_tell(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks again for each chunk."""
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: None)
+    monkeypatch.setattr(ring_module, "cached", lambda fd, start, stop: pytest.fail("it is not known"))
+    ring = Ring(CPU, threads=2, chunk=MIB)
+    monkeypatch.setattr(ring, "warm", lambda paths: pytest.fail("it is not known"))
+    ring.read({file: [Piece(0, torch.empty(2 * MIB, dtype=torch.uint8))]})
+    ring.close()
+
+
+@pytest.mark.parametrize(("reader", "most"), [("buffered", 1), ("direct", 2), ("auto", 2)])
+def test_descriptors(
+    reader: Any, most: int, file: Path, content: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a file, another where it is read past the page cache, and none is left."""
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: 0.5)
+    monkeypatch.setattr(ring_module, "cached", lambda fd, start, stop: 0.5)
+    paths = [tmp_path / str(number) for number in range(20)]
+    for path in paths:
+        os.link(file, path) if path.parent.stat().st_dev == file.stat().st_dev else path.write_bytes(file.read_bytes())
+    ring = Ring(CPU, threads=1, chunk=MIB, reader=reader)
+    monkeypatch.setattr(ring, "warm", lambda paths: None)
+    ring.prepare()
+    before, open_now = set(os.listdir("/proc/self/fd")), 0
+    real = ring._run
+
+    def run(*args: Any) -> None:
+        nonlocal open_now
+        real(*args)
+        open_now = len(set(os.listdir("/proc/self/fd")) - before)
+
+    monkeypatch.setattr(ring, "_run", run)
+    targets = [torch.empty(5, dtype=torch.uint8) for _ in paths]
+    ring.read({path: [Piece(7, target)] for path, target in zip(paths, targets, strict=True)})
+    assert (most - 0.5) * len(paths) < open_now < (most + 0.5) * len(paths)
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # the listing's own
+    assert all(torch.equal(target, content[7:12]) for target in targets)
+    ring.close()
+
+
+def test_a_file_that_is_replaced_while_it_is_read(
+    file: Path, content: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes are of the file that was opened, also those that are read past the page cache."""
+    path, other = tmp_path / "weights", tmp_path / "other"
+    path.write_bytes(content.numpy().tobytes())
+    other.write_bytes(bytes(SIZE))
+
+    def replace(fd: int, start: int, stop: int) -> float:
+        if other.exists():
+            other.replace(path)
+        return 0.0
+
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: 0.5)
+    monkeypatch.setattr(ring_module, "cached", replace)
+    ring = Ring(CPU, threads=1, chunk=MIB)
+    monkeypatch.setattr(ring, "warm", lambda paths: None)
+    target = torch.empty(SIZE, dtype=torch.uint8)
+    ring.read({path: [Piece(0, target)]})
+    ring.close()
+    assert torch.equal(target, content)
+    assert not other.exists()
 
 
 def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +472,8 @@ def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, m
         return real(path, flags)
 
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(ring_module.PageCache, "share", lambda pages: 0.0)
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: 0.0)
+    monkeypatch.setattr(ring_module, "cached", lambda fd, start, stop: 0.0)
     for reader in ("auto", "direct"):
         ring = Ring(CPU, threads=2, chunk=MIB, reader=reader)  # type: ignore[arg-type]
         monkeypatch.setattr(ring, "warm", lambda paths: pytest.fail("it has been read through the page cache"))
