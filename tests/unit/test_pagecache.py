@@ -11,8 +11,8 @@ import pytest
 from vllm_lora_reload import pagecache
 from vllm_lora_reload.pagecache import available_memory, bring_in
 
-SIZE = 33_000_001
 BLOCK = pagecache._BLOCK
+SIZE = 7 * BLOCK + 1001
 
 
 def cached(path: Path, start: int = 0, stop: int = SIZE, samples: int = 500) -> float | None:
@@ -122,8 +122,8 @@ def test_several_files_share_the_room(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_only_what_is_missing_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice, so that it is active memory; and only that needs room."""
-    read(file, 6 * BLOCK)
+    """Blocks of which a part is missing too. Twice, so that it is active memory; and only that needs room."""
+    read(file, 6 * BLOCK + 3 * BLOCK // 4)
     got: list[int] = []
     real = os.preadv
 

@@ -352,6 +352,7 @@ MIB = 1 << 20
         ("auto", range(0), range(0), True),
         ("auto", range(3 * MIB), range(3 * MIB), True),  # and no disk for what is there
         ("auto", range(MIB, SIZE), range(MIB, SIZE), True),
+        ("auto", range(3 * MIB + 5), range(3 * MIB), True),
     ],
 )
 def test_past_the_page_cache(
@@ -466,8 +467,11 @@ def test_a_file_that_is_replaced_while_it_is_read(
 def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
+    refused: list[Any] = []
+
     def refuse(path: Any, flags: int) -> int:
         if flags & os.O_DIRECT:
+            refused.append(path)
             raise OSError(errno.EINVAL, "no direct reads here")
         return real(path, flags)
 
@@ -481,6 +485,7 @@ def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, m
         ring.read({file: [Piece(0, target)]})
         ring.close()
         assert torch.equal(target, content)
+    assert len(refused) == 2, "once is enough for a file"
 
 
 def test_warming_ends_with_the_next_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
