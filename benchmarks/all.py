@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 LEAST = 30  # seconds under which none is started
 LAST = 40  # seconds that what a part has begun may take
 TAIL = 1 << 16  # bytes of a log that are looked at
-START = 200  # seconds after which engines that still start are waited for no longer
+START = 200  # seconds after which engines that still start are waited for no longer; half of --minutes at the most
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def main() -> int:
         machine = common.in_words(common.machine(Path(folder)))
         todo = [part for part in parts(args.layers, args.quick, folder) if not args.only or part.name in args.only]
         begun = time.monotonic()
-        early = stack.enter_context(started(todo, out_dir, START))
+        early = stack.enter_context(started(todo, out_dir, min(START, args.minutes * 30)))
         took = f"{time.monotonic() - begun:.0f} s: {', '.join(early) or 'none'}."
         if late := [name for name, each in early.items() if not each.ready()]:
             took += f" Not ready, so that they start while others measure: {', '.join(late)}."

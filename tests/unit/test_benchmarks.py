@@ -1,5 +1,6 @@
 """What benchmarks make of measurements, with made-up ones, and the parts of them that need neither GPU nor engine."""
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -625,6 +626,81 @@ def test_steps_are_timed_while_all_requests_decode() -> None:
     assert engine.add_request.call_count == 2
     assert len(seconds["wall"]) == len(seconds["cpu"]) == 12 - 2 * overhead.WARM_STEPS
     assert engine.step.call_count == overhead.WARM_STEPS + 4 + 2
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been done, with ``turn`` where it was waited for."""
+    done: list[str] = []
+    monkeypatch.setattr(common, "wait_for_turn", lambda wait: done.append("turn" if wait else "no wait"))
+    return done
+
+
+def test_overhead_waits_for_its_turn(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When engines have started and warmed up."""
+
+    class Served:
+        def __init__(self, config: dict[str, Any], plugins: str) -> None:
+            done.append("start")
+
+        def round(self) -> float:
+            done.append("round")
+            return 1.0
+
+        def steps(self) -> dict[str, list[float]]:
+            done.append("steps")
+            return {"wall": [1.0], "cpu": [1.0]}
+
+        def close(self) -> None:
+            done.append("close")
+
+    monkeypatch.setattr(overhead, "Served", Served)
+    overhead.measure({}, 1, 0, overhead.KINDS, wait=True)
+    warm = ["round", "round", "steps"]
+    assert done == ["start", "start", *warm, *warm, "turn", "round", "round", "close", "close"]
+
+
+def test_the_cycle_waits_for_its_turn(done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the engines that start side by side have; the last one starts later."""
+
+    class Run:
+        def __init__(self, name: str, config: dict[str, Any], logs: Path) -> None:
+            self.name = name
+            self.measured: dict[str, Any] = {"cycles": [], "error": None}
+
+        def started(self, alone: bool) -> None:
+            done.append(f"started {self.name}")
+
+        def cycle(self, count: int) -> None:
+            done.append(f"measured {self.name}")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(cycle, "Run", Run)
+    monkeypatch.setattr(cycle, "Child", MagicMock())
+    monkeypatch.setattr(common, "plot", lambda *args: None)
+    names = ["level1", "level2_stock", "level2_replay"]
+    args = argparse.Namespace(
+        layers=2, cycles=1, adapters=1, rank=8, kv_gigabytes=1, variants=names, together=True, wait=True,
+        out=tmp_path / "out",
+    )  # fmt: skip
+    cycle.measure(args, tmp_path, tmp_path)
+    assert done == [
+        "started level1", "started level2_stock", "turn", "measured level1", "measured level2_stock",
+        "started level2_replay", "no wait", "measured level2_replay",
+    ]  # fmt: skip
+
+
+def test_adapters_wait_for_their_turn(done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = MagicMock(device="cpu")
+    bench.measure.side_effect = lambda ways, rounds: done.append("measured") or {name: [1.0] for name in ways}
+    bench.package.side_effect = lambda: done.append("back")
+    monkeypatch.setattr(adapters, "Bench", lambda *args, **more: bench)
+    monkeypatch.setattr(adapters, "make_adapter", lambda *args: tmp_path)
+    args = argparse.Namespace(layers=2, adapters=1, rank=8, rounds=1, wait=True)
+    adapters.measure_one(args, tmp_path, TINY)
+    assert done == ["back", "turn", "measured"]
 
 
 # --- Digests --------------------------------------------------------------------------------------------------
