@@ -26,7 +26,7 @@ from . import __version__, checksum, seams
 from .checksum import digests
 from .errors import SeamMissingError, SettingError, SnapshotError
 from .pagecache import available_memory
-from .ring import Piece, Pinned, Ring, threads_for
+from .ring import Piece, Pinned, Ring
 from .settings import KEY, Settings
 from .snapshot import Entry, Manifest, Storage, digests_of, listed
 
@@ -252,8 +252,7 @@ def _fastest(action: Callable[[], object], device: torch.device) -> float:
 
 
 def _ring(device: torch.device, settings: Settings, ranks: int = 1) -> Ring:
-    threads = settings.ring_threads or threads_for(ranks)
-    return Ring(device, settings.ring_bytes, threads, settings.ring_chunk, settings.ring_reader)
+    return Ring(device, settings.ring_bytes, settings.ring_threads, settings.ring_chunk, settings.ring_reader, ranks)
 
 
 # --- The folder of snapshots --------------------------------------------------------------------------------------

@@ -49,11 +49,14 @@ def cached_of_file(fd: int) -> float | None:
     return cached(fd, 0, os.fstat(fd).st_size, _SAMPLES)
 
 
-def bring_in(paths: Sequence[Path], given_up: threading.Event) -> None:
-    """Read what is missing of files, as many as fit into half of the free memory, until it is `given_up`."""
+def bring_in(paths: Sequence[Path], given_up: threading.Event, ranks: int = 1) -> None:
+    """Read what is missing of files, until it is `given_up`.
+
+    As many as fit into half of the free memory, of which each of `ranks` processes of this host takes its part.
+    """
     block = bytearray(_BLOCK)
     try:
-        room = available_memory() // 2
+        room = available_memory() // 2 // ranks
         for path in paths:
             with path.open("rb", buffering=0) as file:
                 fd = file.fileno()

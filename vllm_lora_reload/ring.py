@@ -272,11 +272,12 @@ class Ring:
     Args:
         device: where targets are.
         max_bytes: of pinned host memory, at most.
-        threads: how many reads go on at a time; 0: from the number of cores.
+        threads: how many reads go on at a time; 0: from the number of cores and `ranks`.
         chunk: bytes of one read, a power of two; 0: 4 MiB, less if `max_bytes` asks for it.
         reader: ``buffered`` reads through the page cache, ``direct`` past it (O_DIRECT). ``auto`` reads what is in the
             page cache from there, the rest past it, which is faster for many threads, and has that brought there
             afterwards (`warm`).
+        ranks: processes of this host that read side by side.
 
     Attributes:
         nbytes: of pinned memory that it holds now.
@@ -289,16 +290,18 @@ class Ring:
         threads: int = 0,
         chunk: int = 0,
         reader: Reader = "auto",
+        ranks: int = 1,
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # reads go on in another thread
         self.device = device
-        self.threads = threads or threads_for(1)
+        self.threads = threads or threads_for(ranks)
         self.chunk = chunk or _CHUNK
         while not chunk and self.chunk > _LEAST_CHUNK and 2 * self.chunk * self.threads > max_bytes:
             self.chunk //= 2
         self.threads = max(1, min(self.threads, max_bytes // (2 * self.chunk)))
         self.reader: Reader = reader
+        self._ranks = ranks
         self.nbytes = 0
         self._pinned: Pinned | None = None
         self._slots: list[_Slot] = []
@@ -332,7 +335,7 @@ class Ring:
         self._warming.set()
         if self.reader != "direct":
             self._warming = threading.Event()
-            args = (tuple(paths), self._warming)
+            args = (tuple(paths), self._warming, self._ranks)
             threading.Thread(target=bring_in, args=args, name="lora-reload-warm", daemon=True).start()
 
     def close(self) -> None:

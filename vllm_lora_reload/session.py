@@ -19,7 +19,7 @@ from .keeper import SnapshotKeeper
 from .lifecycle import Lifecycle, State
 from .lora_state import LoRAState
 from .replay import LoadPlan, NoReplay
-from .ring import Ring, threads_for
+from .ring import Ring
 from .settings import Settings
 from .snapshot import Engine, FileStates, Storage, file_states, storages
 from .tensors import UnregisteredTensors, storage_key
@@ -80,8 +80,9 @@ class WorkerState:
         with base_view(model):
             self.coverage = Coverage(model, first)
         self.unregistered = UnregisteredTensors(model, device, known=self.lora.storages, more=self.coverage.unloaded)
-        threads = settings.ring_threads or threads_for(ranks)
-        self.ring = Ring(device, settings.ring_bytes, threads, settings.ring_chunk, settings.ring_reader)
+        self.ring = Ring(
+            device, settings.ring_bytes, settings.ring_threads, settings.ring_chunk, settings.ring_reader, ranks
+        )
         self.keeper: SnapshotKeeper | None = None
         if settings.snapshot_dir and engine is not None:
             self.keeper = SnapshotKeeper(

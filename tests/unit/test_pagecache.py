@@ -102,10 +102,12 @@ def test_an_empty_file(tmp_path: Path) -> None:
     bring_in([tmp_path / "empty"], threading.Event())
 
 
-@pytest.mark.parametrize(("free", "comes"), [(4 * SIZE, True), (SIZE, False)])
-def test_what_has_room_is_brought_in(free: int, comes: bool, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("free", "ranks", "comes"), [(4 * SIZE, 1, True), (SIZE, 1, False), (4 * SIZE, 4, False)])
+def test_what_has_room_is_brought_in(
+    free: int, ranks: int, comes: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pagecache, "available_memory", lambda: free)
-    bring_in([file], threading.Event())
+    bring_in([file], threading.Event(), ranks)
     share = cached(file)
     assert share is not None and (share == 1) is comes
 

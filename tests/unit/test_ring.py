@@ -336,6 +336,8 @@ def test_size(max_bytes: int, threads: int, chunk: int, expected: tuple[int, int
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
     assert [threads_for(ranks) for ranks in (1, 2, 8, 64)] == [10, 8, 3, 1]
+    assert [Ring(CPU, ranks=ranks).threads for ranks in (1, 2, 8, 64)] == [10, 8, 3, 1]
+    assert Ring(CPU, threads=5, ranks=64).threads == 5
 
 
 ALL = range(SIZE)
@@ -490,13 +492,13 @@ def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, m
 
 def test_warming_ends_with_the_next_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(ring_module, "bring_in", lambda paths, ends: given.append((paths, ends)))
-    ring = Ring(CPU, threads=1)
+    monkeypatch.setattr(ring_module, "bring_in", lambda *args: given.append(args))
+    ring = Ring(CPU, threads=1, ranks=3)
     ring.warm([file])
     while not given:
         pass
-    (paths, ends) = given[0]
-    assert paths == (file,) and not ends.is_set()
+    paths, ends, ranks = given[0]
+    assert paths == (file,) and ranks == 3 and not ends.is_set()
     ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
     assert ends.is_set()
     ring.close()
