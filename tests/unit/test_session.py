@@ -90,6 +90,14 @@ def missing(state: WorkerState) -> WorkerState:
     return state
 
 
+def test_ranks_of_one_host_share_it(state: WorkerState) -> None:
+    """Their settings go to the ring as they are."""
+    settings = Settings(ring_bytes=32 << 20, ring_threads=3, ring_chunk=1 << 20, ring_reader="direct")
+    args = (state.model, SimpleNamespace(_adapter_manager=SimpleNamespace()), torch.device("cpu"))
+    ring = WorkerState(*args, settings, ranks=4).ring
+    assert (ring.threads, ring.chunk, ring.reader, ring._ranks) == (3, 1 << 20, "direct", 4)
+
+
 def test_parts_are_made_of_the_model(state: WorkerState) -> None:
     lora: Any = state.lora
     unregistered: Any = state.unregistered
