@@ -367,9 +367,10 @@ class Ring:
         thread = ThreadPoolExecutor(1, "lora-reload-ring")
         try:
             self._running = thread.submit(self._read, wanted)
-            thread.shutdown(wait=False)
             missed = self._running.result()
         finally:
+            self._stop.set()
+            thread.shutdown()
             self._finish()
         if missed:
             self.warm(missed)

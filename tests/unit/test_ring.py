@@ -235,6 +235,8 @@ def test_buffers_are_not_freed_under_a_read_that_was_left_behind(
     thread = threading.Thread(target=ring.read, args=({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]},))
     thread.start()
     assert reading.wait(10)
+    while ring._running is None:  # its thread may be ahead of the one that started it
+        time.sleep(0.001)
     closing = threading.Thread(target=ring.close)
     closing.start()
     closing.join(0.2)
