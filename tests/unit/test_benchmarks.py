@@ -871,8 +871,8 @@ def test_one_that_does_not_get_ready_is_not_waited_for(module: Any, tmp_path: Pa
     module("import sys, time\nif 'late' in sys.argv[2]: time.sleep(60)\nraise ValueError('why')")
     todo = [every.Part(name, "made_up_part", 60, early=True) for name in ("early", "late")]
     start = time.monotonic()
-    with every.started(todo, tmp_path, 3) as runs:
-        assert 3 <= time.monotonic() - start < 30
+    with every.started(todo, tmp_path, 1) as runs:
+        assert 1 <= time.monotonic() - start < 30
         assert runs["early"].go(60) == "exit status 1: ValueError: why"
         assert runs["late"].go(0.1) == "stopped after 0 s"
 
@@ -887,10 +887,21 @@ def test_all_in_turn(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "print('measured', flush=True)\n"
         "time.sleep(60 if 'slow' in sys.argv[2] else 0)\n"
     )
-    todo = [every.Part(name, "made_up_part", 8, early=name == "one") for name in ("one", "slow", "none")]
+    todo = [
+        every.Part(name, "made_up_part", 60 if name == "one" else 1, early=name == "one")
+        for name in ("one", "slow", "none")
+    ]
     monkeypatch.setattr(every, "parts", lambda *args: todo)
     monkeypatch.setattr(common, "need_gpu", lambda: None)
-    monkeypatch.setattr(every, "LEAST", 53)
+    go = every.Run.go
+
+    def run_out(part: every.Run, seconds: float) -> str | None:
+        problem = go(part, seconds)
+        if problem:
+            monkeypatch.setattr(every, "LEAST", 1e6)
+        return problem
+
+    monkeypatch.setattr(every.Run, "go", run_out)
     monkeypatch.setattr(every.signal, "signal", lambda *args: None)
     monkeypatch.setattr(sys, "argv", ["all", "--out-dir", str(tmp_path), "--minutes", "1"])
     for name in ("one.json", "none.md"):
@@ -901,7 +912,7 @@ def test_all_in_turn(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert re.search(r"## one\n\n\d s\n\n.*measured\n", text, re.DOTALL)
     assert (tmp_path / "one.starts").read_text() == "x"
     assert not (tmp_path / "one.json").exists()
-    assert re.search(r"## slow\n\n8 s. FAILED: stopped after 8 s\n\nmeasured\n", text)
+    assert re.search(r"## slow\n\n1 s. FAILED: stopped after 1 s\n\nmeasured\n", text)
     assert text.endswith("## none\n\nLeft out: no time was left.\n")
 
 
