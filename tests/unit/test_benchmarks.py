@@ -887,10 +887,8 @@ def test_all_in_turn(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "print('measured', flush=True)\n"
         "time.sleep(60 if 'slow' in sys.argv[2] else 0)\n"
     )
-    todo = [
-        every.Part(name, "made_up_part", 60 if name == "one" else 1, early=name == "one")
-        for name in ("one", "slow", "none")
-    ]
+    todo = [every.Part("one", "made_up_part", 60, early=True), every.Part("slow", "made_up_part", 3)]
+    todo += [every.Part("none", "made_up_part", 60)]
     monkeypatch.setattr(every, "parts", lambda *args: todo)
     monkeypatch.setattr(common, "need_gpu", lambda: None)
     go = every.Run.go
@@ -912,7 +910,7 @@ def test_all_in_turn(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert re.search(r"## one\n\n\d s\n\n.*measured\n", text, re.DOTALL)
     assert (tmp_path / "one.starts").read_text() == "x"
     assert not (tmp_path / "one.json").exists()
-    assert re.search(r"## slow\n\n1 s. FAILED: stopped after 1 s\n\nmeasured\n", text)
+    assert re.search(r"## slow\n\n3 s. FAILED: stopped after 3 s\n\nmeasured\n", text)
     assert text.endswith("## none\n\nLeft out: no time was left.\n")
 
 
