@@ -92,7 +92,7 @@ class Run:
         """Whether it waits for its turn, or never will; then its engines end."""
         if self._process.poll() is not None:
             self.kill()
-        return self._killed or common.READY in self._printed()
+        return self._killed or common.READY in tail(self._log)
 
     def go(self, seconds: float) -> str | None:
         """It is its turn. What went wrong, if anything."""
@@ -106,7 +106,7 @@ class Run:
             return f"stopped after {seconds:.0f} s"
         finally:
             self.kill()
-        return f"exit status {status}: {common.last_line(self._printed())}" if status else None
+        return f"exit status {status}: {common.last_line(tail(self._log))}" if status else None
 
     def kill(self) -> None:
         """Engines are processes of the same group."""
@@ -116,11 +116,12 @@ class Run:
             self._process.wait()
         self._killed = True
 
-    def _printed(self) -> str:
-        """The end of it."""
-        with self._log.open("rb") as log:
-            log.seek(-min(self._log.stat().st_size, TAIL), os.SEEK_END)
-            return log.read().decode(errors="replace")
+
+def tail(log: Path, nbytes: int = TAIL) -> str:
+    """The end of what was printed."""
+    with log.open("rb") as file:
+        file.seek(-min(log.stat().st_size, nbytes), os.SEEK_END)
+        return file.read().decode(errors="replace")
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def shown(out: Path) -> str:
     if (text := common.beside(out, ".md")).exists():
         return text.read_text().strip()
     log = common.beside(out, ".log")
-    return log.read_text(errors="replace")[-4000:].strip() if log.exists() else ""
+    return tail(log, 4000).strip() if log.exists() else ""
 
 
 def summary(machine: str, results: list[tuple[str, str, str]]) -> str:

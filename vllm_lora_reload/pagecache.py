@@ -15,7 +15,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own logger
 _BLOCK = 4 << 20  # bytes that are brought in at a time
 _SAMPLES = 64  # pages of a whole file that are looked at
 _SAMPLES_OF_BLOCK = 4
-_chance = random.Random()  # of nobody else's seed
+_chance = random.SystemRandom()  # without a seed, which would be somebody's
 
 
 def cached(fd: int, start: int, stop: int, samples: int = _SAMPLES_OF_BLOCK) -> float | None:
@@ -61,11 +61,9 @@ def bring_in(paths: Sequence[Path], given_up: threading.Event, ranks: int = 1) -
             with path.open("rb", buffering=0) as file:
                 fd = file.fileno()
                 size = os.fstat(fd).st_size
-                if cached_of_file(fd) is None:
-                    continue
-                starts = range(0, size, _BLOCK)
-                missing = [start for start in starts if cached(fd, start, min(start + _BLOCK, size)) != 1]
-                if len(missing) * _BLOCK > room:
+                shares = {start: cached(fd, start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)}
+                missing = [start for start, share in shares.items() if share != 1]
+                if None in shares.values() or len(missing) * _BLOCK > room:
                     continue
                 room -= len(missing) * _BLOCK
                 for start in missing:

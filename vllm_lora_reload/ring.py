@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -307,7 +307,7 @@ class Ring:
         self._slots: list[_Slot] = []
         self._streams: list[torch.cuda.Stream] = []
         self._copy: _Copy | None = None
-        self._running: Future[list[Path]] | None = None
+        self._running: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
         self._warming = threading.Event()  # set: to be given up
 
@@ -364,22 +364,19 @@ class Ring:
         # In a thread of its own no mode of the caller is active, such as the recorder of what loaders write. It owns
         # all that it uses: an interrupt (Ctrl-C) ends it soon, but does not take files or memory away from under it.
         self._stop.clear()
-        thread = ThreadPoolExecutor(1, "lora-reload-ring")
+        self._running = ThreadPoolExecutor(1, "lora-reload-ring")
         try:
-            self._running = thread.submit(self._read, wanted)
-            missed = self._running.result()
+            missed = self._running.submit(self._read, wanted).result()
         finally:
-            self._stop.set()
-            thread.shutdown()
             self._finish()
         if missed:
             self.warm(missed)
 
     def _finish(self) -> None:
         """Wait for the thread of the last read, which an interrupt may have left behind."""
-        if self._running is not None:
+        if (running := self._running) is not None:
             self._stop.set()
-            wait([self._running])
+            running.shutdown()
             self._running = None
 
     @torch.no_grad()

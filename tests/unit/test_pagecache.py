@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scaling import drop_from_cache
 from vllm_lora_reload import pagecache
 from vllm_lora_reload.pagecache import available_memory, bring_in
 
@@ -33,10 +34,7 @@ def read(path: Path, nbytes: int) -> None:
 def make(path: Path) -> Path:
     """None of it is in memory."""
     path.write_bytes(os.urandom(SIZE))
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    drop_from_cache(path)
     if cached(path, samples=20) != 0:  # these pages are there from now on
         pytest.skip("this file system keeps its files in memory, or does not tell")
     return path
