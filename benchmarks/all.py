@@ -66,8 +66,8 @@ def parts(layers: int, quick: bool, folder: str) -> list[Part]:
         Part("digest", "benchmarks.digest", 60),
         Part("adapters-sweep", "benchmarks.adapters", 120, ["--sweep", "--ranks", *ranks]),
         Part("overhead", "benchmarks.overhead", 90, rounds, early=True),
-        Part("scaling", "benchmarks.scaling", 150, files, "--seconds"),
         Part("adapters", "benchmarks.adapters", 60, ["--layers", str(layers)], early=True),
+        Part("scaling", "benchmarks.scaling", 200, files, "--seconds"),  # last: it makes use of all time that is left
     ]
 
 
