@@ -324,7 +324,7 @@ class Child:
             raise ChildError(f"no answer for {seconds:.0f} s; last output: {self._last_line()}")
         try:
             kind, value = self._ours.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the latter if it had not read what it was told
             self._process.join(10)
             raise ChildError(f"exit status {self._process.exitcode}: {self._last_line()}") from None
         if kind == "error":

@@ -194,7 +194,7 @@ def run_case(case: Case, file: Path, target: torch.Tensor, block: torch.Tensor, 
             measured["cached"].append(cached(file, nbytes))
             measured["seconds"].append(common.timed(lambda: ring.read({file: pieces})))
             measured["exact"] &= is_right(target, block)
-            if buffers is not None and buffers.memory is not None:
+            if buffers is not None:
                 alone = functools.partial(reads_alone, file, nbytes, buffers.memory.split(ring.chunk))
                 measured["alone"].append(common.timed(alone))
         measured |= {"threads used": ring.threads, "chunk": ring.chunk, "pinned": ring.nbytes}

@@ -232,7 +232,6 @@ def bus_speed(device: torch.device, nbytes: int) -> float:
     """Bytes a second from pinned memory to the device."""
     pinned = Pinned(nbytes, device)
     try:
-        assert pinned.memory is not None
         target = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return nbytes / _fastest(functools.partial(target.copy_, pinned.memory, non_blocking=True), device)
     finally:

@@ -22,7 +22,7 @@ class AdapterMissingError(LoRAReloadError, ValueError):
 
 
 class AsleepError(LoRAReloadError, RuntimeError):
-    """Base weights were to be loaded while their memory is unmapped."""
+    """Base weights were to be loaded, or given up, while their memory is unmapped."""
 
 
 class AdapterRefusedError(LoRAReloadError, ValueError):

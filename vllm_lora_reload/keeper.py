@@ -133,10 +133,16 @@ class SnapshotKeeper:
         self.writing = True
         if self._thread is None:
             atexit.register(self.close)  # a thread that the interpreter's end meets in torch aborts the process
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(self._cancel, write), name="lora-reload-snapshot", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.writing, self.reason = False, str(error)
+            logger.warning("Snapshot: %s", error)
+        else:
+            self._thread = thread
 
     def close(self) -> None:
         """The engine shuts down."""
@@ -210,8 +216,6 @@ class SnapshotKeeper:
                     except _Changed:
                         if self._when != "always":
                             raise SnapshotError("the weights were changed while they were written") from None
-            if self.snapshot is not None:
-                self._ring.warm([self.snapshot.file])
         except _Cancelled:
             pass
         except Exception as error:
@@ -219,6 +223,9 @@ class SnapshotKeeper:
                 self.snapshot, self.writing = None, False
                 self.reason = f"it could not be written: {type(error).__name__}: {error}"
                 logger.exception("The snapshot could not be written; weights have to be loaded after sleep(level=2)")
+        else:
+            if (snapshot := self.snapshot) is not None:  # it may have gone meanwhile
+                self._ring.warm([snapshot.file])
 
     def _keep(self, cancel: threading.Event, may_write: bool) -> None:
         self._writes = may_write
@@ -338,8 +345,8 @@ class SnapshotKeeper:
         except BaseException as error:
             snapshot, self.snapshot = self.snapshot, None
             self.reason = f"{type(error).__name__}: {error}"
-            self._again = self._when != "never"
             if isinstance(error, SnapshotError):
+                self._again = self._when != "never"
                 snapshot.forget()
             raise
         finally:

@@ -35,12 +35,19 @@ class Transfer(enum.Enum):
 
 @dataclass
 class Lifecycle:
-    """One per worker. ``reason`` says why base weights are missing, in words for the person who reads the error.
+    """One per worker.
 
     A transfer session does not make requests fail: frameworks pause the scheduler and let them queue meanwhile.
+
+    Attributes:
+        asleep: the level, 0 if awake.
+        unfinished: the error with which the sleep ended, in words.
+        reason: why base weights are missing, in words for the person who reads the error.
+        transfer: the session that is open.
     """
 
     asleep: int = 0
+    unfinished: str | None = None
     reason: str | None = None
     transfer: Transfer | None = None
 
@@ -52,13 +59,16 @@ class Lifecycle:
             return State.MISSING
         return State.LOADING if self.transfer is Transfer.MAIN else State.COMPLETE
 
-    def slept(self, level: int) -> None:
+    def slept(self, level: int, error: BaseException | None = None) -> None:
+        """After an `error` too nobody knows which memory is mapped."""
         self.asleep = max(self.asleep, level)
+        self.unfinished = f"{type(error).__name__}: {error}" if error is not None and self.asleep else None
         if level >= 2:
             self.reason = "sleep(level=2) discarded them and nothing has loaded them since"
 
     def woke(self) -> None:
         self.asleep = 0
+        self.unfinished = None
 
     def loaded(self, missing: Sequence[str] = (), total: int = 0) -> None:
         """A load has ended well; `missing` names what nothing has written since level 2, of `total` tensors."""
@@ -78,6 +88,11 @@ class Lifecycle:
 
     def error(self) -> str | None:
         """Why a request cannot be answered now, and what mends it; None if it can."""
+        if self.unfinished:
+            return (
+                f"sleep(level={self.asleep}) broke off, and memory of the weights may be unmapped: {self.unfinished}. "
+                'Call collective_rpc("wake_up"), then wake_up(), or start the engine anew.'
+            )
         if self.asleep:
             return f'the engine sleeps at level {self.asleep}. Call wake_up(["weights"]), then ask again.'
         if self.reason is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import mmap
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
@@ -18,28 +22,49 @@ _SAMPLES_OF_BLOCK = 4
 _chance = random.SystemRandom()  # without a seed, which would be somebody's
 
 
+class _Part(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
+
+
+_RWF_NOWAIT = 8  # <linux/fs.h>
+
+
+@cache
+def _preadv2() -> Callable[[int, Any, int, int, int], int] | None:
+    """libc's, None where it has none. ``os.preadv`` takes no flags in a Python that was built for an old glibc, as uv's
+    and conda's are."""
+    found = getattr(ctypes.PyDLL(None, use_errno=True), "preadv2", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_int]
+        found.restype = ctypes.c_ssize_t
+    return found
+
+
 def cached(fd: int, start: int, stop: int, samples: int = _SAMPLES_OF_BLOCK) -> float | None:
     """Part of the bytes from `start` to `stop` that is in the page cache, by a sample of pages.
 
-    Asked by ``preadv`` with RWF_NOWAIT, which has the kernel read the pages that it was asked about: each time others
+    Asked by ``preadv2`` with RWF_NOWAIT, which has the kernel read the pages that it was asked about: each time others
     are taken, else a file that is not there would be there the second time. (``mincore`` has no such effect, but tells
     a process that may not write to the file that all is there.)
 
     Returns:
         None where that cannot be known, as on file systems with a cache of their own.
     """
-    byte = bytearray(1)
+    read = _preadv2()
+    if read is None:
+        return None
+    byte = ctypes.create_string_buffer(1)
+    part = ctypes.byref(_Part(ctypes.addressof(byte), 1))
     first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
     samples = max(1, min(samples, last - first))
     found = 0
     for number in range(samples):
         page = first + int((last - first) * (number + _chance.random()) / samples)
-        try:
-            os.preadv(fd, [byte], page * mmap.PAGESIZE, os.RWF_NOWAIT)
+        if read(fd, part, 1, page * mmap.PAGESIZE, _RWF_NOWAIT) >= 0:
             found += 1
-        except BlockingIOError:
-            continue
-        except OSError:
+        elif ctypes.get_errno() != errno.EAGAIN:
             return None
     return found / samples
 
@@ -55,6 +80,7 @@ def bring_in(paths: Sequence[Path], given_up: threading.Event, ranks: int = 1) -
     As many as fit into half of the free memory, of which each of `ranks` processes of this host takes its part.
     """
     block = bytearray(_BLOCK)
+    path: Path | None = None
     try:
         room = available_memory() // 2 // ranks
         for path in paths:
@@ -74,7 +100,7 @@ def bring_in(paths: Sequence[Path], given_up: threading.Event, ranks: int = 1) -
                     os.preadv(fd, [block], start)
                     os.preadv(fd, [block], start)
     except OSError as error:
-        logger.warning("%s: %s; reading it when it is needed may be slow", path, error)
+        logger.warning("%s: %s; reading it when it is needed may be slow", path or "free memory", error)
 
 
 def available_memory() -> int:
@@ -86,8 +112,8 @@ def available_memory() -> int:
     for folder in _groups():
         limit = (folder / "memory.max").read_text().strip() if (folder / "memory.max").exists() else "max"
         if limit != "max":
-            current = int((folder / "memory.current").read_text())
-            found = min(found, int(limit) - current + _fields(folder / "memory.stat")["file"])
+            current, stat = int((folder / "memory.current").read_text()), _fields(folder / "memory.stat")
+            found = min(found, int(limit) - current + stat["file"] - stat["shmem"])  # that is in `file`, and stays
     return max(found, 0)
 
 

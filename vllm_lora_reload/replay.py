@@ -21,7 +21,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
 from pathlib import Path
@@ -644,9 +644,10 @@ class LoadPlan:
                 stored, target = checkpoint.tensors[copied.name], copied.place.in_storage(storages[key])
                 same_order = region(0, target.shape, copied.stride) == region(0, target.shape, target.stride())
                 plain = same_order and target.is_contiguous() and copied.dtype == target.dtype
-                pieces.setdefault(stored.file, []).append(
-                    Piece(stored.offset + copied.offset, target, *(() if plain else (copied.stride, copied.dtype)))
-                )
+                piece = Piece(stored.offset + copied.offset, target)
+                if not plain:
+                    piece = replace(piece, stride=copied.stride, dtype=copied.dtype)
+                pieces.setdefault(stored.file, []).append(piece)
         return Replay(checkpoint, fills, pieces, self.rest)
 
 

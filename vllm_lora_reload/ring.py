@@ -9,8 +9,11 @@ The shape of the loop (a worker that knows nothing of models, fed with offsets) 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import itertools
+import logging
 import mmap
 import os
 import threading
@@ -22,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, TypeVar
 
 import torch
 
@@ -30,7 +33,10 @@ from .pagecache import bring_in, cached, cached_of_file
 from .reads import Reads, reads_for
 from .tensors import as_bytes
 
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
+
 Reader = Literal["auto", "buffered", "direct"]
+F = TypeVar("F", Path, IO[bytes])
 
 PAGE = 4096  # offsets and sizes of direct reads and writes are multiples of it
 _CHUNK = 4 << 20
@@ -39,6 +45,10 @@ _THREADS = 10  # as fast on an H200 as 14; more fight over the host's memory, th
 _THREADS_OF_MANY = 8
 _STREAMS = 2  # so that the bus has the next copy before the one before has ended
 _GAP = 64 << 10  # bytes that are rather read and dropped than skipped
+
+
+class EndOfFileError(OSError):
+    """A file is shorter than what is wanted of it."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +147,9 @@ class Pinned:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._map = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(AttributeError, OSError):  # not every kernel has them
             self._map.madvise(mmap.MADV_HUGEPAGE)  # pinning goes page by page
-        self.memory: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         address = None
         if device.type == "cuda":
             address = self.memory.data_ptr()
@@ -194,29 +204,35 @@ class _Source:
         missed: whether anything was read past the page cache because it was not there.
     """
 
-    def __init__(self, path: Path, reader: Reader, stack: ExitStack) -> None:
-        self.path = path
+    def __init__(self, file: Path | IO[bytes], reader: Reader, stack: ExitStack) -> None:
+        self.path = file if isinstance(file, Path) else Path(file.name)
         self.missed = False
         self._stack = stack
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = os.open(file, os.O_RDONLY) if isinstance(file, Path) else os.dup(file.fileno())
         stack.callback(os.close, self.fd)
         self._past: int | None = None  # what reads past the page cache
-        self._through = reader == "buffered" or (reader == "auto" and cached_of_file(self.fd) in (1, None))
-        self._asks = reader == "auto"
+        # `auto`: chunk by chunk.
+        self._reader: Reader = reader
+        if reader == "auto" and cached_of_file(self.fd) in (1, None):  # all is there, or nobody knows
+            self._reader = "buffered"
 
     def best(self, start: int, stop: int) -> int:
         """The descriptor to read some bytes with."""
-        if self._through or (self._asks and cached(self.fd, start, stop) == 1):
+        if self._reader == "buffered" or (self._reader == "auto" and cached(self.fd, start, stop) == 1):
             return self.fd
         if self._past is None:
             try:
                 self._past = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT)
             except OSError:  # a file system without direct reads, or no descriptor is left
-                self._through = True
-                return self.fd
+                return self.through()
             self._stack.callback(os.close, self._past)
-        self.missed |= self._asks
+        self.missed |= self._reader == "auto"
         return self._past
+
+    def through(self) -> int:
+        """From now on all goes through the page cache; the descriptor for that."""
+        self._reader = "buffered"
+        return self.fd
 
 
 @dataclass
@@ -245,18 +261,25 @@ class _Slot:
         end = -(-self.chunk.stop // PAGE) * PAGE - self.chunk.start
         reads.start(self.number, self.fd, self.buffer[self.base : end], self.chunk.start + self.base)
 
-    def collect(self, reads: Reads, path: Path) -> bool:
-        """Whether the read has ended; then `got` has grown."""
+    def collect(self, reads: Reads, source: _Source) -> bool:
+        """Whether the whole chunk is here. A part of it that is missing is asked for."""
         at = self.chunk.start + self.got
         try:
             came = reads.done(self.number)
         except OSError as error:
-            raise OSError(error.errno, f"{os.strerror(error.errno or 0)} at byte {at}", path) from error
+            if error.errno == errno.EINVAL and self.fd != source.fd:  # it was opened for direct reads, yet has none
+                self.fd = source.through()
+                self.start(reads)
+                return False
+            raise OSError(error.errno, f"{os.strerror(error.errno or 0)} at byte {at}", source.path) from error
         if came is None:
             return False
         if self.base + came <= self.got:
-            raise OSError(f"{path} ends at byte {at}; {self.chunk.stop} are needed")
+            raise EndOfFileError(f"{source.path} ends at byte {at}; {self.chunk.stop} are needed")
         self.got = self.base + came
+        if self.got < self.chunk.stop - self.chunk.start:
+            self.start(reads)
+            return False
         return True
 
 
@@ -310,6 +333,7 @@ class Ring:
         self._running: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
         self._warming = threading.Event()  # set: to be given up
+        self._turn = threading.Lock()  # around a change of the two above: files are not brought in during a read
 
     def prepare(self) -> None:
         """Take the buffers now instead of in the first `read`."""
@@ -318,7 +342,6 @@ class Ring:
         size = 2 * self.chunk * self.threads
         on_gpu = self.device.type == "cuda"
         self._pinned = Pinned(size, self.device)
-        assert self._pinned.memory is not None
         self._slots = [
             _Slot(number, buffer, buffer.data_ptr(), torch.cuda.Event() if on_gpu else None)
             for number, buffer in enumerate(self._pinned.memory.split(self.chunk))
@@ -330,13 +353,20 @@ class Ring:
     def warm(self, paths: Iterable[Path]) -> None:
         """Read files in the background so that they are in the page cache, if they fit into half of the free memory.
 
-        The next `read` ends it. Does nothing for a ring that is to read past the page cache.
+        The next `read` ends it. Does nothing for a ring that is to read past the page cache, nor during a `read`.
         """
-        self._warming.set()
-        if self.reader != "direct":
+        if self.reader == "direct":
+            return
+        with self._turn:
+            if self._running is not None:
+                return
+            self._warming.set()
             self._warming = threading.Event()
             args = (tuple(paths), self._warming, self._ranks)
-            threading.Thread(target=bring_in, args=args, name="lora-reload-warm", daemon=True).start()
+            try:
+                threading.Thread(target=bring_in, args=args, name="lora-reload-warm", daemon=True).start()
+            except RuntimeError as error:
+                logger.warning("Files are not brought into the page cache: %s", error)
 
     def close(self) -> None:
         """Free the buffers; the next `read` takes new ones."""
@@ -347,26 +377,30 @@ class Ring:
             self._pinned.close()
         self._pinned, self.nbytes = None, 0
 
-    def read(self, wanted: Mapping[Path, Sequence[Piece]]) -> None:
+    def read(self, wanted: Mapping[F, Sequence[Piece]]) -> None:
         """Fill every target; returns when the device has all bytes.
 
         Args:
-            wanted: pieces by file. Pieces of one file may lie in any order, in gaps and twice.
+            wanted: pieces by file, a path or an open one. Those of a file may lie in any order, in gaps and twice.
 
         Raises:
-            OSError: a file is gone, ends too early or cannot be read; what was read before it is in its target.
+            EndOfFileError: a file ends too early; what was read before it is in its target.
+            OSError: a file is gone or cannot be read, or this process has too little of something.
+            RuntimeError: `close` has ended it.
         """
         self._finish()
         self.prepare()
-        self._warming.set()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         # In a thread of its own no mode of the caller is active, such as the recorder of what loaders write. It owns
         # all that it uses: an interrupt (Ctrl-C) ends it soon, but does not take files or memory away from under it.
         self._stop.clear()
-        self._running = ThreadPoolExecutor(1, "lora-reload-ring")
+        running = ThreadPoolExecutor(1, "lora-reload-ring")
+        with self._turn:
+            self._warming.set()
+            self._running = running
         try:
-            missed = self._running.submit(self._read, wanted).result()
+            missed = running.submit(self._read, wanted).result()
         finally:
             self._finish()
         if missed:
@@ -380,15 +414,15 @@ class Ring:
             self._running = None
 
     @torch.no_grad()
-    def _read(self, wanted: Mapping[Path, Sequence[Piece]]) -> list[Path]:
+    def _read(self, wanted: Mapping[F, Sequence[Piece]]) -> list[Path]:
         """Files of which something was not in the page cache."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         with ExitStack() as stack:
             sources: dict[int, _Source] = {}
             parts: list[Iterator[_Chunk]] = []  # made while others are on their way
-            for path, pieces in wanted.items():
-                source = _Source(path, self.reader, stack)
+            for file, pieces in wanted.items():
+                source = _Source(file, self.reader, stack)
                 sources[source.fd] = source
                 parts.append(_chunks(source.fd, pieces, self.chunk))
             scratch = None
@@ -417,20 +451,22 @@ class Ring:
                     reading.append(slot)
                     todo = next(chunks, None)
                 for slot in tuple(reading):
-                    if not slot.collect(reads, sources[slot.chunk.file].path):
-                        continue
-                    moved = time.monotonic()
-                    if slot.got < slot.chunk.stop - slot.chunk.start:
-                        slot.start(reads)
-                        continue
-                    reading.remove(slot)
-                    self._send(slot, next(turns), scratch)
-                    sent.append(slot)
+                    if slot.collect(reads, sources[slot.chunk.file]):
+                        reading.remove(slot)
+                        self._send(slot, next(turns), scratch)
+                        sent.append(slot)
+                        moved = time.monotonic()
                 while sent and (sent[0].sent is None or sent[0].sent.query()):
                     free.append(sent.popleft())
                     moved = time.monotonic()
-                if time.monotonic() - moved >= reads.spin:  # reads slower than the bus: others may have the processor
-                    reads.wait([slot.number for slot in reading], 0.001) if reading else time.sleep(0.0001)
+                if time.monotonic() - moved < reads.spin:
+                    continue
+                if reading:  # slower than the bus: others may have the processor
+                    reads.wait([slot.number for slot in reading], 0.001)
+                else:
+                    time.sleep(0.0001)
+            if todo is not None or reading:
+                raise RuntimeError("the read was ended before all of it was there")
         finally:
             reads.close()
             for stream in self._streams:

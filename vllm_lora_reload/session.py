@@ -133,17 +133,25 @@ class WorkerState:
         self._changed &= not complete
 
     def save(self, level: int) -> None:
-        """Before a sleep: keep on the host what it is about to discard and no load brings back."""
+        """Before a sleep: keep on the host what it is about to discard and no load brings back.
+
+        Raises:
+            AsleepError: the worker sleeps at a level that keeps more; nothing can be copied from unmapped memory.
+        """
         self.hold()
+        if level >= 2 and self.lifecycle.asleep == 1:
+            raise AsleepError(
+                f"the engine sleeps at level 1 and cannot sleep at level {level} from there: wake it up first"
+            )
         if level >= 2 and not self.lifecycle.asleep:
             self.lora.save()
             self.unregistered.save()
             if self.keeper is not None and self.lifecycle.state is State.COMPLETE:
                 self.keeper.compare()
 
-    def slept(self, level: int) -> None:
-        """The weights pool is unmapped."""
-        self.lifecycle.slept(level)
+    def slept(self, level: int, error: BaseException | None = None) -> None:
+        """The weights pool is unmapped, or a part of it before an `error`."""
+        self.lifecycle.slept(level, error)
         if level:
             self.adapters.slept()
         if level >= 2:
@@ -243,10 +251,11 @@ class WorkerState:
     def woke(self, reset: Callable[[], None]) -> None:
         """The weights pool is mapped again: bring back all that a load does not, LoRA state with `reset`."""
         discarded = self.lifecycle.state is State.DISCARDED
+        if discarded:
+            self.unregistered.restore()  # while asleep: what an interrupt stops here the next wake-up does
         self.lifecycle.woke()
         self.adapters.woke()
         if discarded:
-            self.unregistered.restore()
             reset()
         else:
             self.adapters.put_pending()

@@ -33,13 +33,14 @@ import torch
 
 from .checksum import BLOCK_BYTES, digest_of_blocks, digests
 from .errors import SnapshotError
-from .ring import PAGE, Piece, Pinned, Ring
+from .ring import PAGE, EndOfFileError, Piece, Pinned, Ring
 from .tensors import SAFETENSORS_DTYPES, storage_key, whole_storage
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 FORMAT = 1
 _WRITE = 16 << 20  # bytes of one write
+_DIGITS = 16  # of a fingerprint, in the name of a file
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
@@ -193,8 +194,10 @@ class Manifest:
             if given["format"] != FORMAT:
                 raise SnapshotError(f"{path} has format {given['format']}; this release reads format {FORMAT}")
             engine, entries = Engine(**given.pop("engine")), [Entry(**entry) for entry in given.pop("entries")]
+            if not all(entry.name for entry in entries):
+                raise ValueError("an entry has no name")
             return cls(engine=engine, entries=entries, **given)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise SnapshotError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     @property
@@ -242,9 +245,6 @@ def fingerprint(of: Iterable[str]) -> str:
     return hashlib.sha256("".join(of).encode()).hexdigest()
 
 
-_NOT_THE_FILES_FAULT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-
-
 def listed(names: Sequence[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
@@ -258,7 +258,7 @@ class Snapshot:
         try:
             self._open = self.file.open("rb")
         except OSError as error:
-            raise SnapshotError(f"{self.file} is gone: {error}") from error
+            raise SnapshotError(f"{self.file} cannot be opened: {error}") from error
         self.ensure_unchanged()
 
     @classmethod
@@ -306,17 +306,18 @@ class Snapshot:
             Bytes read.
 
         Raises:
-            SnapshotError: the file has changed, and nothing was written; or it cannot be read to its end.
-            OSError: this process has too little of something to read it.
+            SnapshotError: the file has changed, ends too early, or its disk cannot read it.
+            OSError: it cannot be read now, which is not the file's fault.
         """
         self.ensure_unchanged()
         pieces = [Piece(entry.offset, storage.memory) for entry, storage in self._lost(found)]
         try:
-            ring.read({Path(f"/proc/self/fd/{self._open.fileno()}"): pieces})
+            ring.read({self._open: pieces})
         except OSError as error:
-            if error.errno in _NOT_THE_FILES_FAULT:
-                raise
-            raise SnapshotError(f"{self.file} cannot be read: {error}") from error
+            if isinstance(error, EndOfFileError) or error.errno == errno.EIO:
+                raise SnapshotError(f"{self.file} cannot be read: {error}") from error
+            raise
+        self.ensure_unchanged()
         return sum(piece.nbytes for piece in pieces)
 
     def check(self, found: Sequence[Storage], every: int = 1, first: int = 0) -> None:
@@ -342,10 +343,16 @@ class Snapshot:
 
     def forget(self) -> None:
         """Remove manifest and file, unless they are others by now, so that nobody takes them up again."""
+        lock = Lock(self.path)
         try:
-            if Manifest.read(self.path) == self.manifest:
-                self.path.unlink(missing_ok=True)
-                self.file.unlink(missing_ok=True)
+            if not lock.take():
+                return  # somebody is putting another one in its place
+            try:
+                if Manifest.read(self.path) == self.manifest:
+                    self.path.unlink(missing_ok=True)
+                    self.file.unlink(missing_ok=True)
+            finally:
+                lock.release()
         except SnapshotError:
             pass  # somebody else has removed it
         except OSError as error:
@@ -436,7 +443,9 @@ def write(
         reading: entered for every block that is copied from the device, so that a caller can hold it up.
 
     Raises:
-        OSError: it cannot be written, say because the disk is full. Nothing of it is left.
+        OSError: it cannot be written, say because the disk is full. Nothing of it is left, and an earlier one is as it
+            was.
+        SnapshotError: weights changed meanwhile; the same.
     """
     device = found[0].memory.device if found else torch.device("cpu")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -444,13 +453,9 @@ def write(
     total = len(header) + sum(storage.memory.numel() for storage in found)
     if (free := shutil.disk_usage(path.parent).free) < total:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {total} bytes are needed and {free} are free", path)
-    kept = [storage for storage in found if not storage.loaded]
-    with reading():
-        kept_digests = iter(_digests(kept))
     combined = fingerprint(current)
-    file = path.with_name(f"{path.stem}-{combined[:16]}.safetensors")
+    file = path.with_name(f"{path.stem}-{combined[:_DIGITS]}.safetensors")
     pinned = Pinned(_WRITE, device)
-    assert pinned.memory is not None
     try:
         with _replacing(file) as part:
             output = _Output(part, pinned.memory)
@@ -460,41 +465,50 @@ def write(
                 output.abort()
                 raise
             output.close()
+            entries = _entries(part, found, current, len(header))
     finally:
         pinned.close()
-    entries, offset, loaded_digests = [], len(header), iter(current)
-    for storage in found:
-        digest = next(loaded_digests if storage.loaded else kept_digests)
-        entries.append(Entry(offset, storage.memory.numel(), digest, storage.loaded, _described(storage)))
-        offset += storage.memory.numel()
-    verify_file(file, entries)
     stat = file.stat()
     manifest = Manifest(engine, file.name, stat.st_size, stat.st_mtime_ns, entries, combined)
-    with contextlib.suppress(SnapshotError):  # the first one, or an unreadable one
-        if (old := Manifest.read(path).file) != file.name:
-            (path.parent / Path(old).name).unlink(missing_ok=True)
-    with _replacing(path) as part, part.open("w", encoding="utf-8") as text:
-        json.dump(dataclasses.asdict(manifest), text)
-        text.flush()
-        os.fsync(text.fileno())
+    try:
+        with _replacing(path) as part, part.open("w", encoding="utf-8") as text:
+            json.dump(dataclasses.asdict(manifest), text)
+            text.flush()
+            os.fsync(text.fileno())
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    for other in path.parent.glob(f"{path.stem}-{'[0-9a-f]' * _DIGITS}.safetensors"):
+        if other != file:  # the one before, or of a writer that was killed before its manifest was there
+            other.unlink(missing_ok=True)
     return Snapshot(path, manifest)
 
 
-def verify_file(file: Path, entries: Sequence[Entry]) -> None:
+def _entries(file: Path, found: Sequence[Storage], current: Sequence[str], offset: int) -> list[Entry]:
     """Read a file that was just written. It is then in the page cache too.
+
+    Args:
+        file: it.
+        found: the storages that are in it.
+        current: `digests_of` them before. What no load brings may have changed since.
+        offset: of the first one.
 
     Raises:
         SnapshotError: its bytes are not those whose digests were taken.
     """
-    wrong = []
+    entries, wrong, before = [], [], iter(current)
     with file.open("rb", buffering=0) as opened:
-        for entry in entries:
-            opened.seek(entry.offset)
-            if f"{digest_of_blocks(_blocks(opened, entry.nbytes)):016x}" != entry.digest:
-                wrong.append(entry.name)
+        for storage in found:
+            nbytes = storage.memory.numel()
+            opened.seek(offset)
+            digest = f"{digest_of_blocks(_blocks(opened, nbytes)):016x}"
+            if storage.loaded and digest != next(before):
+                wrong.append(storage.name)
+            entries.append(Entry(offset, nbytes, digest, storage.loaded, _described(storage)))
+            offset += nbytes
     if wrong:
-        file.unlink(missing_ok=True)
-        raise SnapshotError(f"{listed(wrong)} changed while they were written to {file}")
+        raise SnapshotError(f"{listed(wrong)} changed while they were written")
+    return entries
 
 
 def _blocks(opened: IO[bytes], nbytes: int) -> Iterator[torch.Tensor]:
@@ -544,8 +558,12 @@ def file_states(files: Iterable[Path]) -> FileStates:
     Raises:
         OSError: one is gone.
     """
-    stats = {file: file.stat() for file in files}
-    return {file: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats.items()}
+    states = {}
+    for file in files:
+        with file.open("rb") as opened:  # a network file system asks its server then; `stat` alone may be a minute old
+            stat = os.fstat(opened.fileno())
+            states[file] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    return states
 
 
 class Lock:

@@ -37,7 +37,11 @@ class LoRAReloadWorker:
         state = self.lora_reload
         try:
             state.save(level)
-            super().sleep(level)  # type: ignore[misc]
+            try:
+                super().sleep(level)  # type: ignore[misc]
+            except BaseException as error:  # also after it: vLLM asserts that others have not taken what was freed
+                state.slept(level, error)
+                raise
             state.slept(level)
         finally:
             state.settle()

@@ -1,5 +1,6 @@
 """What the kernel holds of a file. The real page cache; on file systems that live in memory there is nothing to see."""
 
+import ctypes
 import errno
 import os
 import threading
@@ -69,9 +70,20 @@ def test_what_has_been_read_is_there(file: Path) -> None:
     assert cached(file) == cached(file, SIZE - 1, SIZE) == cached(file, SIZE - 1, SIZE + BLOCK) == 1
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """`answer` takes the offset of a byte that is asked for, and gives an error's number, 0 if it is there."""
+
+    def read(fd: int, part: Any, count: int, offset: int, flags: int) -> int:
+        assert (count, flags) == (1, os.RWF_NOWAIT)
+        ctypes.set_errno(answer(offset))
+        return -1 if ctypes.get_errno() else 1
+
+    monkeypatch.setattr(pagecache, "_preadv2", lambda: read)
+
+
 def test_every_page_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset, flags: asked.append(offset))
+    watch(monkeypatch, lambda offset: asked.append(offset) or 0)
     for _ in range(200):
         pagecache.cached(0, 3 * 4096 + 5, 7 * 4096 + 1, 2)
     assert set(asked[::2]) == {3 * 4096, 4 * 4096, 5 * 4096}  # half of five pages
@@ -81,17 +93,30 @@ def test_every_page_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [4096]
 
 
-@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
-def test_where_nothing_can_be_known(error: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is brought in either; what is wrong is said by who reads."""
+def test_without_flags_in_python(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in one that was built for a glibc before 2.26."""
+    real = os.preadv
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, buffers, offset))
+    assert cached(file, 0, BLOCK, 4) != 1
+    read(file, BLOCK)
+    assert cached(file, 0, BLOCK) == 1
+    bring_in([file], threading.Event())
+    assert cached(file) == 1
 
-    def refuse(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
-        assert flags == os.RWF_NOWAIT, "it was read"
-        raise OSError(error, "no")
 
-    monkeypatch.setattr(os, "preadv", refuse)
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EINVAL, errno.EIO, None])
+def test_where_nothing_can_be_known(error: int | None, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None: libc does not have the call. Nothing is brought in either; what is wrong is said by who reads."""
+    if error:
+        watch(monkeypatch, lambda offset: error)
+    else:
+        monkeypatch.setattr(pagecache, "_preadv2", lambda: None)
+    got: list[int] = []
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: got.append(offset))
     assert cached(file) is None
     bring_in([file], threading.Event())
+    assert not got
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
@@ -127,10 +152,9 @@ def test_only_what_is_missing_is_read(file: Path, monkeypatch: pytest.MonkeyPatc
     got: list[int] = []
     real = os.preadv
 
-    def watched(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
-        if not flags:
-            got.append(offset)
-        return real(fd, buffers, offset, flags)
+    def watched(fd: int, buffers: Any, offset: int) -> int:
+        got.append(offset)
+        return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", watched)
     monkeypatch.setattr(pagecache, "available_memory", lambda: SIZE)
@@ -157,7 +181,18 @@ def test_it_can_be_given_up(file: Path) -> None:
 
 def test_a_file_that_is_gone_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bring_in([tmp_path / "gone"], threading.Event())
-    assert "reading it when it is needed may be slow" in caplog.text
+    assert f"{tmp_path / 'gone'}: " in caplog.text and "reading it when it is needed may be slow" in caplog.text
+
+
+def test_free_memory_that_cannot_be_told_is_no_error(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused() -> int:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(pagecache, "available_memory", refused)
+    bring_in([file], threading.Event())
+    assert "free memory: [Errno 13]" in caplog.text
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------
@@ -173,10 +208,10 @@ def test_memory_that_is_available() -> None:
     ("own", "above", "left"),
     [
         (("max", 0, 0), ("max", 0, 0), None),
-        (("5000", 4500, 700), ("max", 0, 0), 1200),  # the page cache of the group can be taken from it
-        (("max", 0, 0), ("3000", 2900, 100), 200),
-        (("5000", 4500, 0), ("3000", 2900, 0), 100),
-        (("5000", 5500, 0), ("max", 0, 0), 0),
+        (("5000", 4500, 1000), ("max", 0, 0), 1200),  # the page cache of the group can be taken from it, but not shmem
+        (("max", 0, 0), ("3000", 2900, 400), 200),
+        (("5000", 4500, 300), ("3000", 2900, 300), 100),
+        (("5000", 5500, 300), ("max", 0, 0), 0),
     ],
 )
 def test_a_control_group_has_less(
@@ -187,7 +222,7 @@ def test_a_control_group_has_less(
     for folder, (limit, current, file) in ((inner, own), (inner.parent, above)):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{current}\n")
-        (folder / "memory.stat").write_text(f"anon 1\nfile {file}\nkernel 3\n")
+        (folder / "memory.stat").write_text(f"anon 1\nfile {file}\nshmem 300\nkernel 3\n")
     (tmp_path / "cgroup").write_text("4:memory:/other\n0::/pods/one\n")
     groups = pagecache._groups(tmp_path, tmp_path / "cgroup")
     assert groups == [inner, inner.parent, tmp_path]  # the root has no limit

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from vllm_lora_reload import reads
 from vllm_lora_reload import ring as ring_module
-from vllm_lora_reload.ring import PAGE, Piece, Ring, threads_for
+from vllm_lora_reload.ring import PAGE, EndOfFileError, Piece, Ring, threads_for
 
 CPU = torch.device("cpu")
 SIZE = 9_000_001  # several chunks of 1 MiB, not a multiple of anything
@@ -184,9 +185,11 @@ def test_a_direct_read_that_ends_within_a_page(
 
 
 def test_an_interrupt_ends_the_read_and_then_frees_what_it_used(
-    kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
     """Ctrl-C while reads do not end: as on a disk that hangs for a while."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell has none
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     before = len(os.listdir("/proc/self/fd"))
     hangs, closed = threading.Event(), threading.Event()
     done, close = kind.done, kind.close
@@ -245,6 +248,44 @@ def test_buffers_are_not_freed_under_a_read_that_was_left_behind(
     closing.join(10)
     thread.join(10)
     assert ring.nbytes == 0
+
+
+def test_a_read_that_is_ended_says_so(kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the worker shuts down: its targets do not have all bytes."""
+    reading = threading.Event()
+    monkeypatch.setattr(kind, "done", lambda self, slot: reading.set())
+    ring = Ring(CPU, threads=2, chunk=PAGE, reader="buffered")
+    closing = threading.Thread(target=lambda: reading.wait(10) and ring.close())
+    closing.start()
+    with pytest.raises(RuntimeError, match="before all of it was there"):
+        ring.read({file: [Piece(0, torch.empty(SIZE, dtype=torch.uint8))]})
+    closing.join(10)
+    assert ring.nbytes == 0
+
+
+def test_an_open_file(ring: Ring, content: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has become of its name, by which errors call it; it stays open."""
+    monkeypatch.setattr(ring, "warm", lambda paths: None)
+    path, target = tmp_path / "weights", torch.empty(SIZE, dtype=torch.uint8)
+    path.write_bytes(content.numpy().tobytes())
+    with path.open("rb") as opened:
+        path.unlink()
+        ring.read({opened: [Piece(0, target)]})
+        assert torch.equal(target, content)
+        with pytest.raises(EndOfFileError, match=rf"{path} ends at byte {SIZE}"):
+            ring.read({opened: [Piece(5, target)]})
+        assert opened.read(5) == content[:5].numpy().tobytes()
+
+
+@pytest.mark.parametrize("gone", ["the number", "the kernel's"])
+def test_pinned_memory_without_huge_pages(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gone == "the number":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    else:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # the kernel says EINVAL
+    pinned = ring_module.Pinned(PAGE, CPU)
+    pinned.memory.fill_(3)
+    pinned.close()
 
 
 def test_waiting_takes_little_of_the_processor(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,6 +531,75 @@ def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, m
         ring.close()
         assert torch.equal(target, content)
     assert len(refused) == 2, "once is enough for a file"
+
+
+def test_a_file_system_that_refuses_direct_reads_when_they_come(
+    kind: type[Any], file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening for them went well."""
+    start, done = kind.start, kind.done
+    direct: dict[int, bool] = {}
+
+    def started(self: Any, slot: int, fd: int, *rest: Any) -> None:
+        direct[slot] = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        start(self, slot, fd, *rest)
+
+    def ended(self: Any, slot: int) -> Any:
+        got = done(self, slot)
+        if got is not None and direct[slot]:
+            refused.append(slot)
+            raise OSError(errno.EINVAL, "not aligned")
+        return got
+
+    monkeypatch.setattr(kind, "start", started)
+    monkeypatch.setattr(kind, "done", ended)
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: 0.0)
+    monkeypatch.setattr(ring_module, "cached", lambda fd, start, stop: 0.0)
+    for reader in ("auto", "direct"):
+        refused: list[int] = []
+        ring = Ring(CPU, threads=2, chunk=MIB, reader=reader)  # type: ignore[arg-type]
+        monkeypatch.setattr(ring, "warm", lambda paths: None)
+        target = torch.empty(SIZE, dtype=torch.uint8)
+        ring.read({file: [Piece(0, target)]})
+        ring.close()
+        assert torch.equal(target, content)
+        assert 0 < len(refused) <= 4, "later chunks do not try"
+
+
+def test_no_warming_beside_a_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(ring_module, "bring_in", lambda *args: given.append(args))
+    ring = Ring(CPU, threads=1)
+    real = ring._read
+
+    def read(wanted: Any) -> Any:
+        ring.warm([file])
+        return real(wanted)
+
+    monkeypatch.setattr(ring, "_read", read)
+    ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+    time.sleep(0.05)
+    assert not given
+    ring.close()
+
+
+def test_a_read_does_not_fail_for_want_of_a_thread_to_warm_with(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ring_module, "cached_of_file", lambda fd: 0.0)
+    monkeypatch.setattr(ring_module, "cached", lambda fd, start, stop: 0.0)
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if "warm" in self.name:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    ring = Ring(CPU, threads=1)
+    ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+    assert "not brought into the page cache: can't start new thread" in caplog.text
+    ring.close()
 
 
 def test_warming_ends_with_the_next_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ import torch
 from safetensors import safe_open
 
 from vllm_lora_reload import SnapshotError, keeper, snapshot
+from vllm_lora_reload.checksum import digests
 from vllm_lora_reload.keeper import SnapshotKeeper
-from vllm_lora_reload.ring import Ring
+from vllm_lora_reload.ring import EndOfFileError, Ring
 from vllm_lora_reload.snapshot import (
     Engine,
     Lock,
@@ -254,7 +255,7 @@ def test_a_file_that_is_gone(path: Path, ring: Ring) -> None:
     listed = found(named())
     taken = write(path, ENGINE, listed, digests_of(listed))
     taken.file.unlink()
-    with pytest.raises(SnapshotError, match="is gone"):
+    with pytest.raises(SnapshotError, match="cannot be opened"):
         Snapshot.find(path, ENGINE, listed, digests_of(listed))
     listed[0].memory.fill_(0xFF)
     taken.restore(listed, ring)
@@ -298,7 +299,7 @@ def test_a_sample_is_checked(path: Path) -> None:
             taken.check(listed, every=4, first=first)
 
 
-@pytest.mark.parametrize("when", ["before", "midway"])
+@pytest.mark.parametrize("when", ["before", "midway", "at the manifest"])
 def test_a_full_disk(path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left, and the old snapshot is still good."""
     tensors = named()
@@ -308,6 +309,12 @@ def test_a_full_disk(path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> 
     if when == "before":
         usage = SimpleNamespace(free=1000)
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    elif when == "at the manifest":
+
+        def dump(*args: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(json, "dump", dump)
     else:
         monkeypatch.setattr(snapshot, "_WRITE", 4096)
         real = os.pwrite
@@ -341,6 +348,58 @@ def test_bytes_that_changed_on_the_way(path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SnapshotError, match=r"1 tensors \(embed.weight\) changed while they were written"):
         write(path, ENGINE, listed, current)
     assert not list(path.parent.iterdir())
+
+
+def test_what_no_load_brings_may_change_on_the_way(path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale or a workspace that a forward pass writes; the file's digest is that of the file."""
+    tensors = named()
+    listed = found(tensors)
+    current = digests_of(listed)
+
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
+        tensors["scale"] += 1
+        yield
+
+    taken = write(path, ENGINE, listed, current, reading)
+    entry = next(entry for entry in taken.manifest.entries if entry.name == "scale")
+    content = torch.frombuffer(bytearray(taken.file.read_bytes()[entry.offset :][: entry.nbytes]), dtype=torch.uint8)
+    assert entry.digest == f"{digests([content])[0]:016x}" and content.view(torch.float32).item() > 0.5
+
+
+def test_files_without_a_manifest_are_removed(path: Path) -> None:
+    """As of a writer that was killed between the two; those of another rank stay."""
+    listed = found(named())
+    write(path, ENGINE, listed, digests_of(listed))
+    left, other = (path.with_name(f"{stem}-{'0' * 16}.safetensors") for stem in (path.stem, "tp1of2-pp0of1"))
+    left.touch(), other.touch()
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    assert {file.name for file in path.parent.iterdir()} == {path.name, taken.file.name, other.name}
+
+
+def test_a_file_that_is_changed_while_it_is_read(path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = found(named())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    real = ring.read
+
+    def read(wanted: Any) -> None:
+        real(wanted)
+        os.utime(taken.file, ns=(1, 1))
+
+    monkeypatch.setattr(ring, "read", read)
+    with pytest.raises(SnapshotError, match="has changed since it was written"):
+        taken.restore(listed, ring)
+
+
+@pytest.mark.parametrize("tensors", [[], [{}], [{"name": ""}], [3]])
+def test_a_manifest_without_names(path: Path, tensors: Any) -> None:
+    listed = found(named())
+    write(path, ENGINE, listed, digests_of(listed))
+    content = json.loads(path.read_text())
+    content["entries"][1]["tensors"] = tensors
+    path.write_text(json.dumps(content))
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        Snapshot.find(path, ENGINE, listed, digests_of(listed))
 
 
 def test_no_descriptor_stays_open_if_flushing_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +461,14 @@ def test_states_of_a_checkpoint(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(FileNotFoundError):
         file_states([file])
+
+
+def test_states_are_asked_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, a network file system may answer what was so a minute ago."""
+    (tmp_path / "a").write_text("a")
+    monkeypatch.setattr(Path, "stat", lambda self, **kwargs: pytest.fail("asked by name"))
+    monkeypatch.setattr(os, "stat", lambda *args, **kwargs: pytest.fail("asked by name"))
+    assert file_states([tmp_path / "a"])
 
 
 # --- The keeper ---------------------------------------------------------------------------------------------------
@@ -798,7 +865,9 @@ def test_damage_is_noticed_if_verified(tmp_path: Path, verify: Any) -> None:
     ("error", "at_fault"),
     [
         (OSError(errno.EIO, "Input/output error"), True),
-        (OSError("the file ends at byte 3"), True),
+        (EndOfFileError("the file ends at byte 3"), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
+        (OSError(errno.ESTALE, "Stale file handle"), False),
         (OSError(errno.EMFILE, "Too many open files"), False),
         (OSError(errno.EAGAIN, "Resource temporarily unavailable"), False),
         (RuntimeError("CUDA error"), False),
@@ -830,6 +899,52 @@ def test_the_manifest_of_another_engine_stays(path: Path) -> None:
     assert Manifest.read(path) == new.manifest
     new.forget()
     assert not path.exists()
+
+
+def test_what_is_not_the_files_fault_does_not_have_it_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when other weights come."""
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    file = Path(worker.keeper.state()["path"])
+    worker.sleep()
+
+    def read(wanted: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many"):
+        patched.setattr(worker.ring, "read", read)
+        worker.keeper.restore()
+    worker.change()
+    assert worker.wait()["state"] == "none" and file.exists()
+
+
+def test_a_damaged_snapshot_that_somebody_is_replacing_is_left_to_him(path: Path) -> None:
+    listed = found(named())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    lock = Lock(path)
+    assert lock.take()
+    taken.forget()
+    assert path.exists() and taken.file.exists()
+    lock.release()
+    taken.forget()
+    assert not path.exists() and not taken.file.exists()
+
+
+def test_no_thread_to_write_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load that it would have followed is none the worse."""
+    worker = Worker(tmp_path, "always").start()
+    worker.wait()
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        worker.change()
+        assert not worker.keeper.writing and worker.keeper.state()["reason"] == "can't start new thread"
+        assert worker.keeper.take()["reason"] == "can't start new thread"
+    assert worker.keeper.take()["state"] == "valid"
+    worker.keeper.close()
 
 
 def test_sampling_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.wrapped import Block, Wrapper
 from vllm_lora_reload import seams, session
+from vllm_lora_reload.errors import AsleepError
 from vllm_lora_reload.runner import LoRAReloadModelRunner
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.settings import Settings
@@ -193,11 +194,54 @@ def test_level_1_saves_nothing(worker: Any, log: Log, args: tuple[int, ...]) -> 
     assert worker.lora_reload_status()["state"] == "offloaded"
 
 
-def test_a_failed_sleep_is_no_sleep(worker: Any) -> None:
-    worker.fail = "sleep 2"
+@pytest.mark.parametrize(("level", "state", "then"), [(1, "offloaded", "complete"), (2, "discarded", "missing")])
+def test_a_sleep_that_breaks_off(level: int, state: str, then: str, worker: Any, log: Log) -> None:
+    """vLLM unmaps one allocation after another, and some of its checks come after all of them."""
+    worker.fail = f"sleep {level}"
     with pytest.raises(RuntimeError):
+        worker.sleep(level)
+    status = worker.lora_reload_status()
+    assert status["state"] == state
+    assert f"sleep(level={level}) broke off" in status["error"] and f"sleep {level} failed. Call" in status["error"]
+    worker.wake_up()
+    assert ("unregistered.restore" in log) is (level == 2)
+    assert worker.lora_reload_status()["state"] == then
+    assert "broke off" not in str(worker.lora_reload_status()["error"])
+
+
+def test_what_cannot_be_kept_is_not_given_up(worker: Any, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is unmapped then."""
+
+    def full() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(worker.lora_reload.unregistered, "save", full)
+    with pytest.raises(MemoryError):
         worker.sleep(2)
-    assert worker.lora_reload_status() == COMPLETE
+    assert "sleep 2" not in log and worker.lora_reload_status() == COMPLETE
+
+
+def test_no_level_2_from_level_1(worker: Any, log: Log) -> None:
+    """What level 2 loses cannot be copied from there."""
+    worker.sleep(1)
+    with pytest.raises(AsleepError, match="sleeps at level 1"):
+        worker.sleep(2)
+    assert log == ["sleep 1"] and worker.lora_reload_status()["state"] == "offloaded"
+
+
+def test_what_an_interrupt_leaves_the_next_wake_up_brings(
+    worker: Any, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    worker.sleep(2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(worker.lora_reload.unregistered, "restore", interrupted)
+        worker.wake_up()
+    assert worker.lora_reload_status()["state"] == "discarded"
+    worker.wake_up()
+    assert "unregistered.restore" in log and worker.lora_reload_status()["state"] == "missing"
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"], ["weights", "kv_cache"]])
@@ -650,10 +694,12 @@ def test_a_transfer_session_holds_it_up_to_its_end(kept: Any, log: Log) -> None:
     assert log.count("keeper.loaded") == 1
 
 
-def test_a_sleep_that_fails_lets_it_go_on(kept: Any) -> None:
-    kept.fail = "sleep 2"
+def test_a_sleep_that_breaks_off_lets_it_go_on_after_the_wake_up(kept: Any) -> None:
+    kept.fail = "sleep 1"
     with pytest.raises(RuntimeError):
-        kept.sleep(2)
+        kept.sleep(1)
+    assert kept.lora_reload.keeper.held
+    kept.wake_up()
     assert not kept.lora_reload.keeper.held
 
 
