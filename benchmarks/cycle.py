@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -347,6 +348,12 @@ def restart_row(variants: dict[str, Any]) -> list[str]:
     return [f"restart (of {name})", "-", "-", "-", "-", "-", "-", *cells]
 
 
+def wrong(variants: dict[str, Any]) -> list[str]:
+    """Those that failed, or had other bytes after a cycle."""
+    exact = {name: all(cycle["exact"] for cycle in found["cycles"]) for name, found in variants.items()}
+    return [name for name, found in variants.items() if found["error"] or not exact[name]]
+
+
 def ratios(variants: dict[str, Any]) -> list[dict[str, Any]]:
     def of(name: str) -> dict[str, Any]:
         found: dict[str, Any] = variants.get(name, {})
@@ -451,7 +458,9 @@ def main() -> None:
     args = parser.parse_args()
     common.need_gpu()
     with tempfile.TemporaryDirectory() as temporary:
-        measure(args, args.folder or Path(temporary), Path(temporary))
+        measured = measure(args, args.folder or Path(temporary), Path(temporary))
+    if names := wrong(measured["variants"]):
+        sys.exit(f"failed, or with other bytes after a cycle: {', '.join(names)}")
 
 
 def measure(args: argparse.Namespace, folder: Path, logs: Path, **more: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import mmap
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -427,6 +428,13 @@ def peer_row(name: str, peer: dict[str, Any], gigabytes: float, bus: float | Non
     ]
 
 
+def wrong(measured: dict[str, Any]) -> list[str]:
+    """This package's reads that failed or brought other bytes."""
+    cases = [f"{case['gigabytes']:g} GB {case['reader']}" for case in measured["cases"] if not case.get("exact")]
+    ours = measured.get("peers", {}).get(OURS)
+    return cases + ([OURS] if ours and (ours["error"] or not all(ours["exact"])) else [])
+
+
 def ratios(measured: dict[str, Any]) -> list[dict[str, Any]]:
     peers = measured.get("peers", {})
     ours = peers.get(OURS, {}).get("seconds", [])[1:]
@@ -559,6 +567,8 @@ def main() -> None:
     common.save(args.out, measured, text)
     print(text)
     common.plot(args.out, lambda figure, panels: draw(measured, panels), panels=2)
+    if names := wrong(measured):
+        sys.exit(f"failed, or brought other bytes: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -136,6 +136,8 @@ def test_the_sampler_sees_a_peak() -> None:
 def child(config: Any, parent: Parent) -> None:
     print("it says this")
     parent.tell({"plugins": os.environ["SOME_VARIABLE"]})
+    if config == "die at once" and parent._connection.poll(60):  # what it is told stays unread
+        os._exit(4)
     parent.wait()
     if config == "fail":
         raise ValueError("first line\nlast line")
@@ -152,6 +154,7 @@ def child(config: Any, parent: Parent) -> None:
         ({"n": 1}, None),
         ("fail", "ValueError: first line last line"),
         ("die", "exit status 3: "),
+        ("die at once", "exit status 4: "),
         ("hang", "no answer for 1 s; last output: it says this"),
     ],
 )
@@ -280,6 +283,36 @@ def cycles_measured(found: dict[str, Any]) -> dict[str, Any]:
 def test_the_first_cycle_stands_on_its_own() -> None:
     row = cycle.time_row("level1", variants()["level1"])
     assert row == ["level1", "14.000", "15.000", "0.400", "0.500", "-", "0.010", "0.100", "0.200", "0.400", "1.500"]
+
+
+def test_other_bytes_are_a_failure() -> None:
+    """Also of the whole run."""
+    assert cycle.wrong(variants()) == ["level2", "level2_snapshot"]
+    measured = scaled()
+    assert scaling.wrong(measured) == ["4 GB direct", "4 GB direct"]
+    measured["peers"][scaling.OURS]["exact"][1] = False
+    assert scaling.wrong(measured)[2:] == [scaling.OURS]
+    assert scaling.wrong({"cases": measured["cases"][:1]}) == []
+
+
+@pytest.mark.parametrize(("exact", "status"), [(True, None), (False, "level1")])
+def test_how_a_cycle_ends(exact: bool, status: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"variants": {"level1": {"error": None, "cycles": [{"exact": exact}]}}}
+    monkeypatch.setattr(cycle, "measure", lambda *args: found)
+    monkeypatch.setattr(common, "need_gpu", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["cycle"])
+    with pytest.raises(SystemExit, match=status) if status else contextlib.nullcontext():
+        cycle.main()
+
+
+@pytest.mark.parametrize(("exact", "status"), [(True, None), (False, "4 GB buffered")])
+def test_how_scaling_ends(exact: bool, status: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = scaled() | {"cases": [scaled()["cases"][0] | {"exact": exact}]}
+    monkeypatch.setattr(scaling, "measure", lambda *args: found)
+    monkeypatch.setattr(common, "need_gpu", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["scaling", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=status) if status else contextlib.nullcontext():
+        scaling.main()
 
 
 def test_a_variant_without_lora_says_so() -> None:
