@@ -16,7 +16,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,64 @@ class _Changed(Exception):
     """Weights have changed while they were written."""
 
 
+class _Gate:
+    """Keeps the writer from memory that may change or go. Closed and opened by the worker's thread.
+
+    Attributes:
+        closings: how often it was closed: what is read before and after may be of two versions.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.closed = False
+        self.closings = 0
+
+    def close(self) -> None:
+        """Returns when the writer is not in."""
+        if not self.closed:
+            self._lock.acquire()
+            self.closed = True
+            self.closings += 1
+
+    def open(self) -> None:
+        if self.closed:
+            self.closed = False
+            self._lock.release()
+
+    @contextmanager
+    def inside(self, job: _Job) -> Iterator[None]:
+        """Device memory may be read in this block.
+
+        Raises:
+            _Cancelled: the job is to end.
+        """
+        with self._lock:
+            if job.cancel.is_set():
+                raise _Cancelled
+            yield
+
+
+@dataclass
+class _Job:
+    """What the writer's thread does once. It sets `waits` and `done`, the worker's thread the rest.
+
+    Attributes:
+        write: a snapshot of what is in memory, if there is none; else it only looks for one.
+        cancel: it is to end when it next comes to the gate.
+        waits: for another engine that is writing.
+        done: the keeper knows what came of it. Set inside the gate, if all went well: a load that comes later finds it.
+        thread: of it.
+    """
+
+    write: bool
+    cancel: threading.Event = field(default_factory=threading.Event)
+    waits: bool = False
+    done: bool = False
+    thread: threading.Thread | None = None
+
+
 class SnapshotKeeper:
-    """One worker's snapshot.
+    """One worker's snapshot. The writer's thread changes `snapshot`, `reason` and `seconds`, and only inside the gate.
 
     Args:
         folder: the setting ``snapshot_dir``.
@@ -78,19 +135,12 @@ class SnapshotKeeper:
         self.snapshot: Snapshot | None = None
         self.reason: str | None = "the engine has not finished starting"
         self.seconds: float | None = None  # that writing it took
-        self.writing = False
-        self._first: list[str] = []
-        self._lost: list[Storage] = []  # since the last sleep
-        self._usable = False
-        self._writes = False  # and not only looks
-        self._waits = False  # for another engine
+        self._first: list[str] = []  # digests of what was loaded at start-up
+        self._lost: list[Storage] | None = None  # at the last sleep, if the snapshot has it
         self._again = False  # one is to be written after the next load
-        self._gate = threading.Lock()
-        self._held = False
-        self._generation = 0  # counts how often it was
         self._loaded = 0.0  # time of the last load
-        self._thread: threading.Thread | None = None
-        self._cancel = threading.Event()
+        self._gate = _Gate()
+        self._job: _Job | None = None  # the last one
         self._turns = 0
 
     def started(self) -> None:
@@ -126,47 +176,49 @@ class SnapshotKeeper:
 
     # --- Writing --------------------------------------------------------------------------------------------------
 
-    def _start(self, write: bool) -> None:
+    @property
+    def writing(self) -> bool:
+        """Whether the thread is writing a snapshot, or looking for one."""
+        return self._job is not None and not self._job.done
+
+    def _start(self, write: bool) -> _Job:
         """Let a thread look for a snapshot of what is in memory now, and `write` one if there is none."""
-        self._cancel.set()  # an earlier thread ends when it next comes to the gate
-        self._cancel = threading.Event()
-        self.writing = True
-        if self._thread is None:
+        if self._job is None:
             atexit.register(self.close)  # a thread that the interpreter's end meets in torch aborts the process
-        thread = threading.Thread(
-            target=self._run, args=(self._cancel, write), name="lora-reload-snapshot", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self.writing, self.reason = False, str(error)
-            logger.warning("Snapshot: %s", error)
         else:
-            self._thread = thread
+            self._job.cancel.set()
+        job = self._job = _Job(write)
+        job.thread = threading.Thread(target=self._run, args=(job,), name="lora-reload-snapshot", daemon=True)
+        try:
+            job.thread.start()
+        except RuntimeError as error:
+            job.thread, job.done, self.reason = None, True, str(error)
+            logger.warning("Snapshot: %s", error)
+        return job
 
     def close(self) -> None:
         """The engine shuts down."""
-        self._cancel.set()
+        job = self._job
+        if job is not None:
+            job.cancel.set()
         self.release(True)
-        if self._thread is not None:
-            self._thread.join()
+        if job is not None:
+            if job.thread is not None:
+                job.thread.join()
             atexit.unregister(self.close)
 
     def hold(self) -> None:
         """From now on memory may change or go; returns when the writer has stopped reading it."""
-        if not self._held:
-            self._gate.acquire()
-            self._held = True
-            self._generation += 1
-            self._usable, self._lost = False, []
+        if not self._gate.closed:
+            self._gate.close()
+            self._lost = None
 
     def release(self, complete: bool) -> None:
         """Undo `hold`, if base weights are `complete`."""
-        if self._held and complete:
+        if self._gate.closed and complete:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-            self._held = False
-            self._gate.release()
+            self._gate.open()
 
     def loaded(self) -> None:
         """A load has ended well. Look for a snapshot of what it brought, when no other load follows.
@@ -180,14 +232,15 @@ class SnapshotKeeper:
 
     def take(self) -> dict[str, Any]:
         """Have a snapshot of what is in memory now, and wait until it is on the disk. See `state`."""
-        if self._held:
+        if self._gate.closed:
             return self.state() | {"reason": "base weights are missing or asleep"}
         self._loaded = 0.0
-        if not self.writing or not self._writes:
-            self._start(write=True)
+        job = self._job
+        if job is None or job.done or not job.write:
+            job = self._start(write=True)
         since = time.monotonic()
-        while self.writing:
-            if not self._waits:
+        while not job.done:
+            if not job.waits:
                 since = time.monotonic()
             elif time.monotonic() - since > _PATIENCE:
                 return self.state() | {"reason": "another engine is writing it, and may be asleep"}
@@ -205,91 +258,87 @@ class SnapshotKeeper:
             "reason": self.reason,
         }
 
-    def _run(self, cancel: threading.Event, write: bool) -> None:
+    def _run(self, job: _Job) -> None:
         try:
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
             on_device: AbstractContextManager[Any] = torch.cuda.device(self._device) if stream else nullcontext()
             with torch.no_grad(), on_device, torch.cuda.stream(stream) if stream else nullcontext():
-                while self.writing:
-                    try:
-                        self._keep(cancel, write)
-                    except _Changed:
-                        if self._when != "always":
-                            raise SnapshotError("the weights were changed while they were written") from None
+                self._keep(job)
         except _Cancelled:
             pass
         except Exception as error:
-            if not cancel.is_set():
-                self.snapshot, self.writing = None, False
+            with suppress(_Cancelled), self._gate.inside(job):
+                self.snapshot = None
                 self.reason = f"it could not be written: {type(error).__name__}: {error}"
+                job.done = True
                 logger.exception("The snapshot could not be written; weights have to be loaded after sleep(level=2)")
         else:
             if (snapshot := self.snapshot) is not None:  # it may have gone meanwhile
                 self._ring.warm([snapshot.file])
+        finally:
+            job.done = True
 
-    def _keep(self, cancel: threading.Event, may_write: bool) -> None:
-        self._writes = may_write
+    def _keep(self, job: _Job) -> None:
+        while True:
+            try:
+                return self._keep_this_version(job)
+            except _Changed:
+                if job.write and self._when != "always":
+                    raise SnapshotError("the weights were changed while they were written") from None
+
+    def _keep_this_version(self, job: _Job) -> None:
         while (rest := self._loaded + _SETTLED - time.monotonic()) > 0:
-            if cancel.wait(rest):
+            if job.cancel.wait(rest):
                 raise _Cancelled
-        with self._reading(cancel):
-            generation, found = self._generation, self._storages()
+        with self._gate.inside(job):
+            closings, found = self._gate.closings, self._storages()
             current = digests_of(found)
             mine = self.snapshot
-            if mine is not None and mine.manifest.digests() == current and (mine.in_place or not may_write):
-                self.writing = False
+            if mine is not None and mine.manifest.digests() == current and (mine.in_place or not job.write):
+                job.done = True
                 return
 
         @contextmanager
         def reading() -> Iterator[None]:
-            nonlocal generation
-            with self._reading(cancel):
-                if self._generation != generation:
+            nonlocal closings
+            with self._gate.inside(job):
+                if self._gate.closings != closings:
                     if digests_of(self._storages()) != current:
                         raise _Changed
-                    generation = self._generation
+                    closings = self._gate.closings
                 yield
 
-        with self._locked(cancel, may_write):
+        with self._locked(job) if job.write else nullcontext():  # to look only, nobody has to wait
             start = time.perf_counter()
+            seconds: float | None = None
+            snapshot: Snapshot | None = None
             try:
                 snapshot = Snapshot.find(self._path, self._engine, found, current)
             except SnapshotError:
-                if not may_write:
-                    self.writing = False
-                    return
-                snapshot = write(self._path, self._engine, found, current, reading)
-                self.seconds = time.perf_counter() - start
+                if job.write:
+                    snapshot = write(self._path, self._engine, found, current, reading)
+                    seconds = time.perf_counter() - start
             with reading():
-                self._take_up(snapshot)
-                self.writing = False
+                if snapshot is not None:
+                    self._take_up(snapshot)
+                self.seconds = seconds or self.seconds
+                job.done = True
 
     @contextmanager
-    def _locked(self, cancel: threading.Event, may_write: bool) -> Iterator[None]:
-        """No other engine writes meanwhile. To look only, nobody has to wait."""
-        if not may_write:
-            yield
-            return
+    def _locked(self, job: _Job) -> Iterator[None]:
+        """No other engine writes meanwhile."""
         lock = Lock(self._path)
-        self._waits = True
+        job.waits = True
         try:
             while not lock.take():
-                if cancel.wait(0.2):
+                if job.cancel.wait(0.2):
                     raise _Cancelled
         finally:
-            self._waits = False
+            job.waits = False
         try:
             yield
         finally:
             lock.release()
-
-    @contextmanager
-    def _reading(self, cancel: threading.Event) -> Iterator[None]:
-        """Device memory may be read in this block."""
-        with self._gate:
-            if cancel.is_set():
-                raise _Cancelled
-            yield
 
     # --- Sleep and wake-up ----------------------------------------------------------------------------------------
 
@@ -299,7 +348,7 @@ class SnapshotKeeper:
         Only tensors that a load brings count. Others (running statistics, scales) may have changed; they are kept on
         the host over the sleep, as without a snapshot.
         """
-        self._usable, self._lost = False, []
+        self._lost = None
         if self.snapshot is None:
             return
         found = self._storages()
@@ -312,12 +361,12 @@ class SnapshotKeeper:
             self.reason = f"other weights were loaded since it was written: {listed(differing)} differ"
             logger.info("Snapshot: not used after this sleep: %s", self.reason)
             return
-        self._usable, self._lost = True, found
+        self._lost = found
 
     @property
     def usable(self) -> bool:
         """Whether the snapshot has what the last level 2 took."""
-        return self._usable
+        return self._lost is not None
 
     @property
     def of_checkpoint(self) -> bool:
@@ -333,24 +382,24 @@ class SnapshotKeeper:
         Raises:
             Exception: it could not be done; memory holds nothing of use.
         """
-        assert self.snapshot is not None
+        snapshot, lost = self.snapshot, self._lost
+        assert snapshot is not None and lost is not None
         start = time.perf_counter()
         try:
-            nbytes = self.snapshot.restore(self._lost, self._ring)
+            nbytes = snapshot.restore(lost, self._ring)
             read = time.perf_counter()
             if self._verify != "off":
                 every = 1 if self._verify == "full" else _SAMPLE
                 self._turns += 1
-                self.snapshot.check(self._lost, every, self._turns % every)
+                snapshot.check(lost, every, self._turns % every)
         except BaseException as error:
-            snapshot, self.snapshot = self.snapshot, None
-            self.reason = f"{type(error).__name__}: {error}"
+            self.snapshot, self.reason = None, f"{type(error).__name__}: {error}"
             if isinstance(error, SnapshotError):
                 self._again = self._when != "never"
                 snapshot.forget()
             raise
         finally:
-            self._usable, self._lost = False, []
+            self._lost = None
         end = time.perf_counter()
         return {"source": "snapshot", "bytes": nbytes, "seconds": end - start, "verify_seconds": end - read}
 

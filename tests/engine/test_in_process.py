@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.support.checkpoints import make_adapter, make_checkpoint
 from tests.support.engine import Engine
+from tests.support.pool import PoolLoss
 from vllm_lora_reload import WeightsMissingError
 
 pytestmark = pytest.mark.engine
@@ -57,6 +58,31 @@ def test_reload_while_awake(engine: Engine, by: str, monkeypatch: pytest.MonkeyP
 def test_level_1_changes_nothing(engine: Engine) -> None:
     engine.llm.sleep(level=1)
     engine.llm.wake_up()
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_breaks_off(level: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a trainer has taken what was freed: vLLM complains with an assertion, when all is unmapped."""
+    real = PoolLoss.sleep
+
+    def sleep(self: Any, level: int = 1) -> None:
+        real(self, level)
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    with monkeypatch.context() as patched, pytest.raises(AssertionError):
+        patched.setattr(PoolLoss, "sleep", sleep)
+        engine.llm.sleep(level=level)
+    for _ in range(2):
+        with pytest.raises(WeightsMissingError, match=r"broke off.*increased after sleeping.*rpc\(\"wake_up\"\)"):
+            engine.ask("adapter 1")
+        engine.llm.wake_up()  # the executor does not know that it sleeps
+    engine.llm.collective_rpc("wake_up")
+    engine.llm.wake_up()
+    if level == 2:
+        with pytest.raises(WeightsMissingError, match="reload_weights"):
+            engine.ask("adapter 1")
+        engine.reload()
     engine.assert_whole()
 
 

@@ -730,8 +730,8 @@ def test_brought_into_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for _ in range(2):
         worker = Worker(tmp_path).start()
         worker.wait()
-        assert worker.keeper._thread is not None
-        worker.keeper._thread.join(10)
+        assert worker.keeper._job and worker.keeper._job.thread
+        worker.keeper._job.thread.join(10)
     assert [path.suffix for path in warmed] == [".safetensors"] * 2
 
 
@@ -918,6 +918,65 @@ def test_what_is_not_the_files_fault_does_not_have_it_replaced(tmp_path: Path, m
     assert worker.wait()["state"] == "none" and file.exists()
 
 
+def test_a_load_while_it_is_being_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for again, by what is in memory then."""
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.change()
+    worker.keeper.hold()
+    worker.keeper.compare()
+    worker.keeper.release(True)
+    assert worker.keeper.state()["state"] == "none"
+    looking, go = threading.Event(), threading.Event()
+    find = Snapshot.find
+
+    def slow(*args: Any) -> Snapshot:
+        looking.set()
+        assert go.wait(10)
+        return find(*args)
+
+    monkeypatch.setattr(Snapshot, "find", slow)
+    worker.keeper.hold()
+    worker.keeper.loaded()
+    worker.keeper.release(True)
+    assert looking.wait(10)
+    worker.keeper.hold()
+    worker.tensors["odd"] -= 1
+    worker.keeper.loaded()
+    go.set()
+    time.sleep(0.05)
+    assert worker.keeper.writing  # it does not know yet what the load brought
+    worker.keeper.release(True)
+    assert worker.wait()["state"] == "valid"
+
+
+def test_a_writer_that_fails_over_the_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot that holds what the sleep took is still there to come back from."""
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    Path(worker.keeper.state()["path"]).unlink()
+    writing, go = threading.Event(), threading.Event()
+
+    def full(*args: Any) -> None:
+        writing.set()
+        assert go.wait(10)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(keeper, "write", full)
+    taking = threading.Thread(target=worker.keeper.take)
+    taking.start()
+    assert writing.wait(10)
+    worker.sleep()
+    go.set()
+    time.sleep(0.05)
+    assert worker.keeper.usable
+    worker.keeper.restore()
+    assert worker.right()
+    worker.keeper.release(True)
+    taking.join(10)
+    assert "No space left" in worker.wait()["reason"]
+
+
 def test_a_damaged_snapshot_that_somebody_is_replacing_is_left_to_him(path: Path) -> None:
     listed = found(named())
     taken = write(path, ENGINE, listed, digests_of(listed))
@@ -980,7 +1039,7 @@ def test_closed_while_asleep(tmp_path: Path, pace: SimpleNamespace) -> None:
     worker.sleep()
     pace.go.set()
     worker.keeper.close()
-    assert worker.keeper._thread is not None and not worker.keeper._thread.is_alive()
+    assert worker.keeper._job and worker.keeper._job.thread and not worker.keeper._job.thread.is_alive()
     assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
 
 
