@@ -91,3 +91,10 @@ def test_no_request_passes_while_asleep() -> None:
     assert error is not None and "sleeps at level 1" in error and 'wake_up(["weights"])' in error
     lifecycle.woke()
     assert lifecycle.error() is None
+
+
+def test_a_pause_unmaps_nothing() -> None:
+    """Level 0."""
+    lifecycle = Lifecycle()
+    lifecycle.slept(0, RuntimeError("no"))
+    assert lifecycle.error() is None and lifecycle.state is State.COMPLETE

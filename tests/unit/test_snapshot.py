@@ -950,6 +950,33 @@ def test_a_load_while_it_is_being_looked_for(tmp_path: Path, monkeypatch: pytest
     assert worker.wait()["state"] == "valid"
 
 
+def test_nothing_comes_of_a_look_that_a_request_has_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(tmp_path).start()
+    worker.wait()
+    worker.change()
+    worker.keeper.hold()
+    worker.keeper.compare()
+    worker.keeper.release(True)
+    looking, go = threading.Event(), threading.Event()
+
+    def fails(*args: Any) -> Snapshot:
+        looking.set()
+        assert go.wait(10)
+        raise ValueError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshot, "find", fails)
+        worker.keeper.hold()
+        worker.keeper.loaded()
+        worker.keeper.release(True)
+        look = worker.keeper._job
+        assert look and look.thread and looking.wait(10)
+    assert worker.keeper.take()["state"] == "valid"
+    go.set()
+    look.thread.join(10)
+    assert look.done and worker.keeper.state()["state"] == "valid"
+
+
 def test_a_writer_that_fails_over_the_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot that holds what the sleep took is still there to come back from."""
     worker = Worker(tmp_path).start()
