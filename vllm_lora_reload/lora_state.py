@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import seams
+from .errors import SeamMissingError
 from .slots import Stack
 from .tensors import storage_key, tensors_of, whole_storage
 
@@ -48,16 +49,16 @@ class LoRAState:
         metadata: dict[int, torch.Tensor] = {}
         self._with_metadata: list[Any] = []  # wrappers that mark in a small tensor which slots are in use
         for owner in (*wrappers, *punica):
-            owned = {
-                key: (name, tensor)
-                for name, tensor in tensors_of(owner)
-                if (key := storage_key(tensor)) not in base | mappings and tensor.device.type == device.type
-            }
-            beside = {key: tensor for key, (name, tensor) in owned.items() if "stacked" not in name}
-            for key, (name, tensor) in owned.items():
+            owned: dict[int, list[tuple[str, torch.Tensor]]] = {}
+            for name, tensor in tensors_of(owner):
+                if (key := storage_key(tensor)) not in base | mappings and tensor.device.type == device.type:
+                    owned.setdefault(key, []).append((name, tensor))
+            beside = {key: of[0][1] for key, of in owned.items() if not any("stacked" in name for name, _ in of)}
+            for key, of in owned.items():
                 if key not in beside:
-                    stacks[key] = tensor
-                    self.stack_of[key] = Stack(names.get(owner, ""), _filled(owner, name), tensor.shape[1:])
+                    where = names.get(owner, type(owner).__name__)
+                    name, stacks[key] = _whole_stack(of, len(seams.slots(manager)), where)
+                    self.stack_of[key] = Stack(where, _filled(owner, name), stacks[key].shape[1:])
             metadata |= beside
             if beside and owner not in punica:
                 self._with_metadata.append(owner)
@@ -108,6 +109,17 @@ class LoRAState:
     def clear_slot(self, index: int) -> None:
         """Zero one slot of every stack."""
         _zero([stack[index] for stack in self._slots])
+
+
+def _whole_stack(tensors: list[tuple[str, torch.Tensor]], slots: int, where: str) -> tuple[str, torch.Tensor]:
+    """The one of several tensors of one storage that is all slots, with its name.
+
+    The others are views: of one slot's one expert, or of all slots in one long row (embeddings).
+    """
+    whole = [(name, tensor) for name, tensor in tensors if tensor.ndim > 1 and len(tensor) == slots]
+    if not whole:
+        raise SeamMissingError(f"{where}: no tensor of {', '.join(name for name, _ in tensors)} has {slots} LoRA slots")
+    return max(whole, key=lambda each: each[1].numel())
 
 
 def _zero(tensors: list[torch.Tensor]) -> None:

@@ -9,8 +9,9 @@ from torch import nn
 from tests.support.manager import make_manager
 from tests.support.wrapped import Wrapper
 from vllm_lora_reload import seams
+from vllm_lora_reload.errors import SeamMissingError
 from vllm_lora_reload.lora_state import LoRAState
-from vllm_lora_reload.tensors import whole_storage
+from vllm_lora_reload.tensors import storage_key, whole_storage
 
 
 class Marked(Wrapper):
@@ -70,6 +71,35 @@ def test_after_a_loss_marks_are_what_they_were_even_of_free_slots(state: LoRASta
     state.reset(writer(manager))
     assert torch.equal(up.adapter_enabled, before[0]) and torch.equal(up.a_stacked, before[1])
     assert not state.lost
+
+
+class Viewed(Wrapper):
+    """A wrapper with other views of its stacks, made later, as those of experts and embeddings have."""
+
+    def __init__(self, base_layer: nn.Module, slots: int, width: int) -> None:
+        super().__init__(base_layer, slots, width)
+        self.b_stacked = torch.zeros(slots, 2, width)
+        self.views_stacked = [self.a_stacked[0], *self.b_stacked[:, 0], self.b_stacked[:2]]
+        self.b_stacked_2d = self.b_stacked.view(-1, self.b_stacked.shape[-1])
+
+
+def test_a_slot_is_cleared_and_no_other(manager: Any) -> None:
+    viewed = manager.modules["up"] = Viewed(nn.Linear(2, 2), slots=3, width=4)
+    state = LoRAState(nn.ModuleDict(manager.modules), manager, torch.device("cpu"))
+    for index in range(3):
+        viewed.a_stacked.fill_(7), viewed.b_stacked.fill_(7)
+        state.clear_slot(index)
+        for stack in (viewed.a_stacked, viewed.b_stacked):
+            assert not stack[index].any()
+            assert (stack == 7).sum() == stack.numel() * 2 // 3
+    assert state.stack_of[storage_key(viewed.a_stacked)].slot == viewed.a_stacked.shape[1:]
+
+
+def test_a_stack_without_slots_is_not_guessed_at(manager: Any) -> None:
+    odd = manager.modules["up"] = Wrapper(nn.Linear(2, 2), slots=3, width=4)
+    odd.a_stacked = torch.zeros(5, 4)
+    with pytest.raises(SeamMissingError, match="a_stacked has 3 LoRA slots"):
+        LoRAState(nn.ModuleDict(manager.modules), manager, torch.device("cpu"))
 
 
 def test_without_a_save_free_slots_are_unmarked(state: LoRAState, manager: Any) -> None:
