@@ -609,6 +609,34 @@ def no_sleep_mode() -> str | None:
     return None
 
 
+@contextmanager
+def unmapping_noticed(vllm_config: Any) -> Iterator[Callable[[], bool]]:
+    """Around a worker's ``sleep``: gives a function that tells whether it may have unmapped anything by then.
+
+    Before it, vLLM copies buffers to the host, which can fail.
+    """
+    backend = getattr(vllm_config.model_config, "sleep_mode_backend", "cumem")  # from 0.26
+    if backend != "cumem" or not _find("vllm.platforms", "current_platform").is_cuda_alike():
+        yield lambda: True
+        return
+    begun = False
+
+    allocator = _find("vllm.device_allocator.cumem", "CuMemAllocator")
+    real = allocator.sleep
+
+    @functools.wraps(real)
+    def sleep(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        begun = True
+        return real(*args, **kwargs)
+
+    allocator.sleep = sleep
+    try:
+        yield lambda: begun
+    finally:
+        allocator.sleep = real
+
+
 def check() -> None:
     """Look for every seam that a worker needs.
 

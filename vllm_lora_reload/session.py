@@ -136,12 +136,14 @@ class WorkerState:
         """Before a sleep: keep on the host what it is about to discard and no load brings back.
 
         Raises:
-            AsleepError: the worker sleeps at a level that keeps more; nothing can be copied from unmapped memory.
+            AsleepError: the worker sleeps, at a level that keeps more or not entirely: nothing can be copied from
+                unmapped memory.
         """
         self.hold()
-        if level >= 2 and self.lifecycle.asleep == 1:
+        if self.lifecycle.unfinished or (level >= 2 and self.lifecycle.asleep == 1):
             raise AsleepError(
-                f"the engine sleeps at level 1 and cannot sleep at level {level} from there: wake it up first"
+                f"the engine sleeps at level {self.lifecycle.asleep} and cannot sleep at level {level} before "
+                'collective_rpc("wake_up")'
             )
         if level >= 2 and not self.lifecycle.asleep:
             self.lora.save()

@@ -19,6 +19,7 @@ class LoRAReloadWorker:
     """Mixed in before the class of a worker whose engine has LoRA enabled."""
 
     model_runner: Any
+    vllm_config: Any
     lora_reload: WorkerState
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -37,11 +38,13 @@ class LoRAReloadWorker:
         state = self.lora_reload
         try:
             state.save(level)
-            try:
-                super().sleep(level)  # type: ignore[misc]
-            except BaseException as error:  # also after it: vLLM asserts that others have not taken what was freed
-                state.slept(level, error)
-                raise
+            with seams.unmapping_noticed(self.vllm_config) as begun:
+                try:
+                    super().sleep(level)  # type: ignore[misc]
+                except BaseException as error:  # vLLM asserts at the end that others have not taken what was freed
+                    if begun():
+                        state.slept(level, error)
+                    raise
             state.slept(level)
         finally:
             state.settle()

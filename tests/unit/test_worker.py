@@ -81,6 +81,7 @@ class SingleShotWorker:
     def __init__(self, log: Log) -> None:
         self.log = log
         self.model_runner: Any = FakeRunner(log)
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace())
         self.fail: str | None = None
         self.gives = 0
 
@@ -207,6 +208,49 @@ def test_a_sleep_that_breaks_off(level: int, state: str, then: str, worker: Any,
     assert ("unregistered.restore" in log) is (level == 2)
     assert worker.lora_reload_status()["state"] == then
     assert "broke off" not in str(worker.lora_reload_status()["error"])
+
+
+@pytest.mark.parametrize(("backend", "reached", "state"), [
+    ("cumem", False, "complete"), ("cumem", True, "discarded"), ("other", False, "discarded"),
+])  # fmt: skip
+def test_a_sleep_that_fails_before_anything_is_unmapped(
+    backend: str, reached: bool, state: str, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying buffers to the host, say."""
+
+    class Allocator:
+        def sleep(self, tags: Any) -> str:
+            return f"{tags} unmapped"
+
+    real, find = Allocator.sleep, seams._find
+    platform = SimpleNamespace(is_cuda_alike=lambda: True)
+    known = {"CuMemAllocator": Allocator, "current_platform": platform}
+    monkeypatch.setattr(seams, "_find", lambda module, name: known.get(name) or find(module, name))
+    worker.vllm_config.model_config.sleep_mode_backend = backend
+
+    def do(what: str) -> None:
+        if reached:
+            assert Allocator().sleep("weights") == "weights unmapped"
+        raise MemoryError(what)
+
+    monkeypatch.setattr(worker, "_do", do)
+    with pytest.raises(MemoryError):
+        worker.sleep(2)
+    assert worker.lora_reload_status()["state"] == state
+    assert Allocator.sleep is real
+
+
+def test_a_sleep_that_broke_off_is_not_tried_again(worker: Any) -> None:
+    """vLLM would copy buffers from unmapped memory."""
+    worker.fail = "sleep 2"
+    with pytest.raises(RuntimeError):
+        worker.sleep(2)
+    worker.fail = None
+    for level in (1, 2):
+        with pytest.raises(AsleepError, match="wake_up"):
+            worker.sleep(level)
+    worker.wake_up()
+    worker.sleep(2)
 
 
 def test_what_cannot_be_kept_is_not_given_up(worker: Any, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
