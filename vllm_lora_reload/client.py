@@ -11,7 +11,7 @@ import abc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import lifecycle, seams
@@ -36,6 +36,7 @@ class Guard:
         versions: version of every adapter that this front end has updated, by id.
         reserved: ids of names that this front end has begun to add.
         running: how many such calls have not come back; what the workers say meanwhile does not last.
+        falling: how many of them are sleeps.
     """
 
     warn_only: bool
@@ -46,6 +47,26 @@ class Guard:
     versions: dict[int, int] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
     running: int = 0
+    falling: int = 0
+
+    @contextmanager
+    def sleeping(self, level: int = 1, mode: str = "abort", **_: Any) -> Iterator[None]:
+        """Around ``sleep``, with its arguments.
+
+        Raises:
+            ValueError: requests were to be kept over a sleep that loses the weights.
+        """
+        if level >= 2 and mode == "keep" and not self.warn_only:
+            raise ValueError(
+                "requests that are kept over sleep(level=2) would go on before the weights are back: "
+                'use mode="abort" or mode="wait", or level 1'
+            )
+        self.falling += level > 0
+        try:
+            with self.changing():
+                yield
+        finally:
+            self.falling -= level > 0
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -83,8 +104,11 @@ class Guard:
         WeightsMissingError: base weights are missing or asleep; the message says why and what mends it.
         AdapterMissingError: the request's adapter is not in its slot.
         """
-        if self.error and not self.warn_only:
-            raise seams.as_request_error(WeightsMissingError)(self.error)
+        error = self.error
+        if self.falling and not error:
+            error = 'the engine is falling asleep. Call wake_up(["weights"]), then ask again.'
+        if error and not self.warn_only:
+            raise seams.as_request_error(WeightsMissingError)(error)
         number = getattr(lora_request, "lora_int_id", None)
         if number in self.adapters:
             raise seams.as_request_error(AdapterMissingError)(
@@ -100,8 +124,16 @@ class Guard:
 
     def _mark(self, request: Any) -> None:
         number = getattr(request.lora_request, "lora_int_id", None)
-        if number in self.versions:
-            request.cache_salt = f"{request.cache_salt or ''}|adapter version {self.versions[number]}"
+        if number not in self.versions:
+            return
+        version = f"|adapter version {self.versions[number]}"
+        request.cache_salt = f"{request.cache_salt or ''}{version}"
+        # What encoders made of images is known by these names; they bear the adapter's where it changes that.
+        own = f"{request.lora_request.lora_name}:"
+        request.mm_features = [
+            replace(each, identifier=each.identifier + version) if each.identifier.startswith(own) else each
+            for each in request.mm_features or ()
+        ] or request.mm_features
 
 
 def guard(engine: Any) -> None:
@@ -138,7 +170,7 @@ class GuardedLLMEngine:
         return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        with self.lora_reload.changing():
+        with self.lora_reload.sleeping(*args, **kwargs):
             return super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,15 +202,17 @@ class GuardedAsyncLLM(abc.ABC):
             WeightsMissingError, AdapterMissingError: see `Guard.refuse`.
         """
         state = self.lora_reload
-        if state.stale:
+        while state.stale:
             asked = state.now
             state.learn(await super().collective_rpc("lora_reload_status"), asked)  # type: ignore[misc]
-        if state.error or state.adapters:
+            if state.now == asked:  # else that was before something else happened
+                break
+        if state.error or state.adapters or state.falling:
             state.refuse(_lora_request(args, kwargs))
         return await super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     async def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        with self.lora_reload.changing():
+        with self.lora_reload.sleeping(*args, **kwargs):
             return await super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-failures = 0  # in this process; a front end in the same one looks at it, since direct loads do not pass through it
+# Loads that failed or ended short in this process. A front end in the same one looks at it: direct loads do not pass
+# through it.
+failures = 0
 
 
 class State(enum.Enum):
@@ -72,8 +74,14 @@ class Lifecycle:
 
     def loaded(self, missing: Sequence[str] = (), total: int = 0) -> None:
         """A load has ended well; `missing` names what nothing has written since level 2, of `total` tensors."""
+        global failures
+        failures += bool(missing)
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         self.reason = f"{len(missing)} of {total} tensors ({some}) have not been loaded since" if missing else None
+
+    def zeroed(self) -> None:
+        """Weights were overwritten on purpose."""
+        self.reason = "reset_weights zeroed them and nothing has loaded them since"
 
     def restore_failed(self, error: BaseException) -> None:
         """A snapshot was to bring the weights back and could not."""

@@ -155,10 +155,16 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
     def _of_right_shape(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """For tensors that vLLM copies as they are: it would broadcast one that is too small."""
         for name, weight in weights:
-            shape = self.get_model().get_parameter(name).shape
-            if weight.shape != shape:
-                raise ValueError(f"{name} has shape {list(weight.shape)} where {list(shape)} is needed")
+            self.check_shape(name, weight.shape)
             yield name, weight
+
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        """Raises:
+        ValueError: a tensor of this shape is not all of the parameter.
+        """
+        needed = self.get_model().get_parameter(name).shape
+        if shape != needed:
+            raise ValueError(f"{name} has shape {list(shape)} where {list(needed)} is needed")
 
     def reset_lora_state(self) -> None:
         """Make all LoRA state right, whatever its memory held. Adapters stay registered and active.

@@ -521,7 +521,17 @@ def close_weight_update(worker: Any) -> None:
     """Make a worker forget an open weight transfer session, which it would refuse to let another follow."""
     if getattr(worker, "_weight_update_active", False):
         worker._weight_update_active = False
-        worker.weight_transfer_engine.reset_weight_update_target()
+        if hasattr(worker, "_is_checkpoint_format"):  # before 0.26
+            worker._is_checkpoint_format = True
+        if hasattr(worker.weight_transfer_engine, "reset_weight_update_target"):  # from 0.26
+            worker.weight_transfer_engine.reset_weight_update_target()
+
+
+def takes_kernel_format(worker: Any, update_info: Any) -> bool:
+    """Whether a transfer copies tensors as they are into parameters, broadcasting what is too small (before 0.26)."""
+    if not isinstance(update_info, dict):
+        return False
+    return not update_info.get("is_checkpoint_format", getattr(worker, "_is_checkpoint_format", True))
 
 
 # --- Layerwise reload ---------------------------------------------------------------------------------------------

@@ -161,6 +161,12 @@ class WorkerState:
             self.coverage.lose()
             self.last_restore = None
 
+    def zeroed(self) -> None:
+        """Somebody has overwritten all base weights that a load brings."""
+        self.lifecycle.zeroed()
+        self.coverage.lose()
+        self.last_restore = None
+
     def restore(self, discarded: bool, by_itself: bool) -> bool:
         """After a wake-up: bring the base weights back from the snapshot, if there is one that has them.
 
@@ -320,6 +326,8 @@ class WorkerState:
                     with self.coverage.recording(anew):
                         yield
             if self._depth == 1 and completes:
+                if self.lora.lost:  # its reset at the wake-up did not end
+                    self.adapters.put_back()
                 self.lifecycle.loaded(self.coverage.missing(), self.coverage.total)
             self._changed = True
         except BaseException as error:

@@ -6,6 +6,8 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from . import seams, staging
 from .base_view import checkpoint_name
 from .lifecycle import State, Transfer
@@ -178,6 +180,17 @@ def _with_checkpoint_names(update_info: Any) -> Any:
     return update_info
 
 
+def _check_shapes(worker: Any, update_info: Any) -> None:
+    """For tensors that vLLM copies as they are; in the base view.
+
+    Raises:
+        ValueError: one has another shape than its parameter.
+    """
+    if seams.takes_kernel_format(worker, update_info):
+        for name, shape in zip(update_info.get("names", ()), update_info.get("shapes", ()), strict=False):
+            worker.model_runner.check_shape(name, torch.Size(shape))
+
+
 def _is_sparse(update_info: Any) -> bool:
     if isinstance(update_info, list):
         return any(_is_sparse(of_rank) for of_rank in update_info)
@@ -191,8 +204,10 @@ class SingleShotTransfer:
     lora_reload: WorkerState
 
     def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:
+        update_info = _with_checkpoint_names(update_info)
         with self.lora_reload.loading(anew=True):
-            super().update_weights(_with_checkpoint_names(update_info), *args, **kwargs)  # type: ignore[misc]
+            _check_shapes(self, update_info)
+            super().update_weights(update_info, *args, **kwargs)  # type: ignore[misc]
             self.model_runner.reset_lora_state()
 
 
@@ -216,6 +231,10 @@ class TransferSessions:
         try:
             super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
             self.lora_reload.lifecycle.transfer = Transfer.MAIN
+        except BaseException:
+            if self.lora_reload.lifecycle.transfer is None:  # it may have moved some layers to the meta device
+                self.lora_reload.drop_transfer()
+            raise
         finally:
             self.lora_reload.settle()
         self._patched = False
@@ -227,8 +246,15 @@ class TransferSessions:
             return
         patches = _is_sparse(update_info)
         self._patched |= patches
-        with self.lora_reload.loading(completes=False, patches=patches, anew=True):
-            super().update_weights(_with_checkpoint_names(update_info), *args, **kwargs)  # type: ignore[misc]
+        update_info = _with_checkpoint_names(update_info)
+        try:
+            with self.lora_reload.loading(completes=False, patches=patches, anew=True):
+                if not patches:
+                    _check_shapes(self, update_info)
+                super().update_weights(update_info, *args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            seams.close_weight_update(self)  # before 0.24 it stays open
+            raise
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """End the session. A draft model's session leaves LoRA state alone."""
@@ -260,6 +286,25 @@ class DraftSessions:
         self.lora_reload.lifecycle.transfer = Transfer.DRAFT
 
 
+class ZeroesWeights:
+    """Where a worker can be told to zero its weights (from 0.32)."""
+
+    lora_reload: WorkerState
+
+    def reset_weights(self) -> None:
+        """As vLLM's; base weights are missing afterwards. What no load brings keeps its values."""
+        state = self.lora_reload
+        state.must_be_mapped()
+        state.hold()
+        state.unregistered.save()
+        try:
+            super().reset_weights()  # type: ignore[misc]
+        finally:
+            state.unregistered.restore()
+            state.zeroed()
+            state.settle()
+
+
 def extend(worker: Any) -> None:
     """Mix in what fits the worker's class: frameworks tell by ``hasattr`` what a release can do."""
     mixins: list[type] = [LoRAReloadWorker]
@@ -269,5 +314,7 @@ def extend(worker: Any) -> None:
         mixins.append(SingleShotTransfer)
     if hasattr(worker, "start_draft_weight_update"):
         mixins.append(DraftSessions)
+    if hasattr(worker, "reset_weights"):
+        mixins.append(ZeroesWeights)
     for mixin in mixins:
         seams.extend(worker, mixin)

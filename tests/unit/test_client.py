@@ -3,6 +3,7 @@
 import abc
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,8 +204,73 @@ def test_a_failed_control_is_asked_about_too(guarded: Guarded) -> None:
         guarded("add_request", "a")
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((2, "keep"), {}), ((2,), {"mode": "keep"}), ((), {"level": 2, "mode": "keep"})]
+)
+def test_requests_are_not_kept_over_level_2(guarded: Guarded, args: Any, kwargs: Any) -> None:
+    """They would be the first to run after the wake-up, weights or not."""
+    with pytest.raises(ValueError, match="kept over sleep"):
+        guarded("sleep", *args, **kwargs)
+    assert guarded.take() == []
+    assert guarded("sleep", 2) == "asleep"
+
+
+def test_marks_of_a_new_version() -> None:
+    """Prefixes, and what encoders made of images with this adapter."""
+
+    @dataclass
+    class Feature:
+        identifier: str
+
+    guard = client.Guard(warn_only=False)
+    lora = SimpleNamespace(lora_int_id=3, lora_name="a")
+    features = [Feature("a:1"), Feature("2")]
+    request = SimpleNamespace(lora_request=lora, cache_salt="x", mm_features=features)
+    guard._mark(request)
+    assert request.cache_salt == "x" and request.mm_features is features
+    guard.versions[3] = 2
+    guard._mark(request)
+    assert request.cache_salt == "x|adapter version 2"
+    assert request.mm_features == [Feature("a:1|adapter version 2"), Feature("2")]
+    assert features[0].identifier == "a:1"
+    text = SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=None)
+    guard._mark(text)
+    assert text.cache_salt == "|adapter version 2" and text.mm_features is None
+
+
+def test_what_workers_said_before_a_sleep_does_not_count_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits for the status, while somebody else puts the engine to sleep."""
+    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
+
+    class Slow(AsyncEngine):
+        async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            said = await super().collective_rpc(method, *args, **kwargs)
+            if method == "lora_reload_status" and not asked.is_set():
+                asked.set()
+                await go_on.wait()
+            return said
+
+    async def main() -> None:
+        nonlocal asked, go_on
+        asked, go_on = asyncio.Event(), asyncio.Event()
+        engine: Any = Slow()
+        client.guard(engine)
+        await engine.wake_up()
+        request = asyncio.create_task(engine.add_request("a"))
+        await asked.wait()
+        engine.sync.statuses = [MISSING]
+        await engine.sleep(2)
+        go_on.set()
+        with pytest.raises(WeightsMissingError):
+            await request
+
+    asked: Any = None
+    go_on: Any = None
+    asyncio.run(main())
+
+
 def test_request_during_a_sleep_does_not_switch_the_refusal_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may wait for running requests first; what it says until then does not last."""
+    """The engine may wait for running requests first, and would queue new ones until it wakes up."""
     monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
 
     class Slow(AsyncEngine):
@@ -220,7 +286,8 @@ def test_request_during_a_sleep_does_not_switch_the_refusal_off(monkeypatch: pyt
         client.guard(engine)
         asleep = asyncio.create_task(engine.sleep(2))
         await asyncio.sleep(0)
-        assert await engine.add_request("before") == "added before"
+        with pytest.raises(WeightsMissingError, match="falling asleep"):
+            await engine.add_request("before")
         waits.set()
         await asleep
         with pytest.raises(WeightsMissingError):

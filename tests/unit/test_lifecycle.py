@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from vllm_lora_reload import lifecycle as lifecycle_module
 from vllm_lora_reload.lifecycle import Lifecycle, State
 
 ERROR = OSError("shard 2 is cut off")
@@ -98,3 +99,12 @@ def test_a_pause_unmaps_nothing() -> None:
     lifecycle = Lifecycle()
     lifecycle.slept(0, RuntimeError("no"))
     assert lifecycle.error() is None and lifecycle.state is State.COMPLETE
+
+
+def test_a_load_that_ends_short_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front end in the same process looks at it."""
+    monkeypatch.setattr(lifecycle_module, "failures", 0)
+    Lifecycle().loaded()
+    assert lifecycle_module.failures == 0
+    Lifecycle().loaded(["a"], 2)
+    assert lifecycle_module.failures == 1

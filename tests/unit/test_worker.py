@@ -57,6 +57,9 @@ class FakePart:
     def put_pending(self) -> None:
         self.log(f"{self.name}.put_pending")
 
+    def put_back(self) -> None:
+        self.log(f"{self.name}.put_back")
+
     def slept(self) -> None:
         self.unmapped = True
 
@@ -68,11 +71,19 @@ class FakePart:
 
 
 class FakeRunner:
+    lora: Any = None
+
     def __init__(self, log: Log) -> None:
         self.log = log
 
     def reset_lora_state(self) -> None:
         self.log("reset")
+        if self.lora is not None:
+            self.lora.lost = False
+
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        if shape != (3, 2):
+            raise ValueError(f"{name} has shape {list(shape)}")
 
 
 class SingleShotWorker:
@@ -138,6 +149,7 @@ def make(cls: type[SingleShotWorker], log: Log, monkeypatch: pytest.MonkeyPatch)
     made: Any = cls(log)
     extend(made)
     made.lora_reload = WorkerState(Block(), SimpleNamespace(_adapter_manager=None), torch.device("cpu"), Settings())
+    made.model_runner.lora = made.lora_reload.lora
     return made
 
 
@@ -476,6 +488,97 @@ def test_failed_draft_chunk_is_not_about_base_weights(worker: Any, log: Log) -> 
     assert worker.lora_reload_status() == COMPLETE
 
 
+def test_a_session_that_does_not_begin_is_undone(worker: Any, log: Log) -> None:
+    """It may have moved some layers to the meta device."""
+    worker.fail = "start True"
+    with pytest.raises(RuntimeError):
+        worker.start_weight_update()
+    assert log == ["start True", "abort"]
+    assert worker.lora_reload_status() == COMPLETE
+
+
+def test_a_second_start_undoes_nothing(worker: Any, log: Log) -> None:
+    worker.start_weight_update()
+    worker.fail = "start True"
+    with pytest.raises(RuntimeError):
+        worker.start_weight_update()
+    assert "abort" not in log and worker.lora_reload_status()["state"] == "loading"
+
+
+@pytest.mark.parametrize("target", [True, False])
+@pytest.mark.parametrize("step", ["update {}", "finish"])
+def test_a_session_that_fails_is_closed(target: bool, step: str, worker: Any) -> None:
+    """Whatever a release keeps of it: the format up to 0.25, the target from 0.26."""
+    reset: list[str] = []
+    engine: Any = SimpleNamespace()
+    if target:
+        engine.reset_weight_update_target = lambda: reset.append("target")
+    else:
+        worker._is_checkpoint_format = False
+    worker._weight_update_active, worker.weight_transfer_engine = True, engine
+    worker.start_weight_update()
+    worker.fail = step
+    with pytest.raises(RuntimeError, match=f"{step} failed"):
+        worker.update_weights({})
+        worker.finish_weight_update()
+    assert not worker._weight_update_active and reset == ["target"] * target
+    assert target or worker._is_checkpoint_format
+
+
+@pytest.mark.parametrize("by", ["session", "single shot"])
+def test_tensors_that_would_be_broadcast_are_refused(by: str, worker: Any, single_shot: Any, log: Log) -> None:
+    """In kernel format, before 0.26."""
+    update: dict[str, Any] = {"names": ["up.base_layer.weight", "up.weight"], "shapes": [[3, 2], [1, 2]]}
+    if by == "session":
+        worker._weight_update_active = worker._is_checkpoint_format = True
+        worker.weight_transfer_engine = SimpleNamespace()
+        worker.start_weight_update()
+        worker.update_weights(update)
+        worker._is_checkpoint_format = False
+        with pytest.raises(ValueError, match=r"up.weight has shape \[1, 2\]"):
+            worker.update_weights(update)
+        assert [entry for entry in log if entry.startswith("update")] == [f"update {PLAIN} in view"]
+    else:
+        single_shot.update_weights(update)
+        with pytest.raises(ValueError, match=r"up.weight has shape \[1, 2\]"):
+            single_shot.update_weights(update | {"is_checkpoint_format": False})
+        assert [entry for entry in log if entry.startswith("update")] == [f"update {PLAIN} in view"]
+
+
+def test_weights_that_are_zeroed_are_missing(
+    log: Log, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    class Worker(SessionWorker):
+        def reset_weights(self) -> None:
+            self._do("zero")
+
+    worker = make(Worker, log, monkeypatch)
+    worker.reset_weights()
+    assert log == ["unregistered.save", "zero", "unregistered.restore"]
+    assert worker.lora_reload_status()["state"] == "missing"
+    assert "reset_weights zeroed them" in worker.lora_reload_status()["error"]
+    worker.sleep(1)
+    with pytest.raises(AsleepError):
+        worker.reset_weights()
+    assert not hasattr(request.getfixturevalue("worker"), "reset_weights")
+
+
+def test_a_load_ends_a_reset_of_lora_state_that_did_not(worker: Any, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was interrupted, and the weights come by the model's own `load_weights`."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    worker.sleep(2)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(worker.model_runner, "reset_lora_state", interrupted)
+        worker.wake_up()
+    log.take()
+    with worker.lora_reload.loading():
+        pass
+    assert log == ["adapters.put_back"]
+
+
 def test_single_shot_update_is_a_whole_load(single_shot: Any, log: Log) -> None:
     discard(single_shot)
     single_shot.update_weights(1)
@@ -489,6 +592,9 @@ def test_failed_single_shot_update(single_shot: Any, log: Log) -> None:
         single_shot.update_weights(1)
     assert log == ["update 1 in view", "abort"]
     assert single_shot.lora_reload_status()["state"] == "missing"
+
+
+PLAIN = {"names": ["up.weight", "up.weight"], "shapes": [[3, 2], [1, 2]]}
 
 
 # --- Status -------------------------------------------------------------------------------------------------------
