@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _snapshot_dir(args: argparse.Namespace) -> Path | None:
     given = args.snapshot_dir or os.environ.get(_SNAPSHOT_DIR)
-    return Path(given).absolute() if given else None
+    return Path(given).expanduser().absolute() if given else None
 
 
 def _complain(sentence: str) -> None:

@@ -37,6 +37,7 @@ class Guard:
         reserved: ids of names that this front end has begun to add.
         running: how many such calls have not come back; what the workers say meanwhile does not last.
         falling: how many of them are sleeps.
+        updates: tasks that update adapters.
     """
 
     warn_only: bool
@@ -48,6 +49,7 @@ class Guard:
     reserved: dict[str, int] = field(default_factory=dict)
     running: int = 0
     falling: int = 0
+    updates: set[Any] = field(default_factory=set)
 
     @contextmanager
     def sleeping(self, level: int = 1, mode: str = "abort", **_: Any) -> Iterator[None]:

@@ -26,6 +26,15 @@ def adapter_rank(folder: str) -> int | None:
         return None
 
 
+def patterns(folder: str) -> set[str]:
+    """Which settings for single modules a PEFT folder's config has, if it can be read."""
+    try:
+        config = json.loads(Path(folder, "adapter_config.json").read_text())
+        return {name for name in ("rank_pattern", "alpha_pattern") if config.get(name)}
+    except (OSError, ValueError, AttributeError):
+        return set()
+
+
 def where(tensor: str | None, folder: Path | None) -> str | None:
     """Words for where a load stopped.
 

@@ -6,6 +6,8 @@ missing; it runs only in engines with LoRA.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import importlib
 import importlib.abc
@@ -437,6 +439,48 @@ def activate_if_possible(manager: Any, number: int) -> None:
 def merge_packed_modules(manager: Any, adapter: Any) -> None:
     """Bring a ``LoRAModel`` as it was read into the form that slots take, and fold its scaling in. Only once."""
     manager._create_merged_loras_inplace(adapter)
+
+
+def modules_without_a_place(manager: Any, adapter: Any) -> list[str]:
+    """Modules of a merged ``LoRAModel`` that the model has on no pipeline stage: vLLM leaves them out without a word.
+
+    What stands beside modules of the model, though without LoRA here (an encoder's, say), is not among them. All of
+    them are if none has LoRA here.
+    """
+    tree = dict(manager.model.named_modules())
+    elsewhere = _find("vllm.model_executor.models.utils", "PPMissingLayer")
+    other_stages = tuple(f"{name}." for name, module in tree.items() if isinstance(module, elsewhere))
+    # Adapters of pooling models may lack this part of the names.
+    forms = ("", "model.") if manager.is_pooling_model else ("",)
+
+    def has_place(name: str) -> bool:
+        return any(
+            (form + name).rpartition(".")[0] in tree or f"{form}{name}.".startswith(other_stages) for form in forms
+        )
+
+    names = sorted(adapter.loras)
+    wrapped = {*manager.modules, *(f"{name}.base_layer" for name in manager.modules)}
+    if not other_stages and not any(form + name in wrapped for name in names for form in forms):
+        return names
+    return [name for name in names if not has_place(name)]
+
+
+def peft_settings() -> set[str]:
+    """Those of ``adapter_config.json`` that vLLM takes into account."""
+    helper = _find("vllm.lora.peft_helper", "PEFTHelper")
+    return {field.name for field in dataclasses.fields(helper)}
+
+
+def loaded_once(request: Any) -> Any:
+    """A ``LoRARequest`` without `load_inplace`, of the same adapter."""
+    request = copy.copy(request)
+    request.load_inplace = False
+    return request
+
+
+def is_lora_request(request: Any) -> bool:
+    """Whether it is vLLM's own, not one that a framework has made of it, with tensors."""
+    return type(request) is _find("vllm.lora.request", "LoRARequest")
 
 
 def take_modules(manager: Any) -> Any:

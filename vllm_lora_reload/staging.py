@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from .errors import AdapterRefusedError
+
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHARED_MEMORY = Path("/dev/shm")
+_MARGIN = 16 << 20  # bytes that are left to others
 # `get_peft_model_state_dict` leaves out the adapter's name, which parameters of a PEFT model have after `lora_A`.
 _ADAPTER_NAME = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$|\.(lora_embedding_[AB])\.[^.]+$")
 
@@ -25,10 +29,16 @@ def peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Args:
         tensors: from ``get_peft_model_state_dict``, or a PEFT model's own parameters.
+
+    Raises:
+        AdapterRefusedError: they are of two adapters of one model.
     """
-    named = {}
+    named: dict[str, torch.Tensor] = {}
+    origins: dict[str, str] = {}
     for name, tensor in tensors.items():
         plain = _ADAPTER_NAME.sub(lambda m: f".{m[1]}.weight" if m[1] else f".{m[2]}", name)
+        if (other := origins.setdefault(plain, name)) != name:
+            raise AdapterRefusedError(f"{other} and {name} belong to two adapters; give the tensors of one")
         named[plain] = tensor.detach().to("cpu", copy=True).contiguous()  # views of one storage come apart
     return named
 
@@ -41,10 +51,14 @@ def plain_config(peft_config: Any) -> dict[str, Any]:
 
 @contextmanager
 def written(tensors: Mapping[str, torch.Tensor], peft_config: Any) -> Iterator[Path]:
-    """A PEFT folder of these tensors for the length of the block, in shared memory where there is some."""
-    shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) else None
+    """A PEFT folder of these tensors for the length of the block, in shared memory where there is enough."""
+    named = peft_names(tensors)
+    shared = None
+    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+        needed = sum(tensor.nbytes for tensor in named.values()) + _MARGIN
+        shared = SHARED_MEMORY if shutil.disk_usage(SHARED_MEMORY).free > needed else None
     with tempfile.TemporaryDirectory(prefix="lora_reload-", dir=shared) as folder:
-        save_file(peft_names(tensors), Path(folder, WEIGHTS))
+        save_file(named, Path(folder, WEIGHTS))
         Path(folder, CONFIG).write_text(json.dumps(plain_config(peft_config), default=str))
         yield Path(folder)
 

@@ -6,6 +6,7 @@ they swapped in, in one call between two steps of the engine.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import uuid
 from collections.abc import Generator, Mapping
@@ -75,7 +76,7 @@ def update_adapter(
         raise LoRAReloadError("this engine has no LoRA, or the plugin lora_reload is not in VLLM_PLUGINS")
     protocol = _protocol(front, name, tensors, peft_config, path)
     if inspect.iscoroutinefunction(front.collective_rpc):
-        return _run_async(front, protocol)
+        return _to_its_end(front, protocol)
     return _run(front, protocol)
 
 
@@ -92,15 +93,22 @@ def _protocol(
         number = reserved.setdefault(name, _free_number(known, [*used, *reserved.values()]))
     token = uuid.uuid4().hex
     staged = {"token": token, "name": name, "lora_int_id": number, "lasting": path is not None}
-    with nullcontext(Path(str(path))) if tensors is None else staging.written(tensors, peft_config) as folder:
-        refusals = yield "lora_reload_stage_adapter", staged | {"folder": str(folder)}
-        if tensors is not None and any(why and why.startswith("FileNotFoundError") for why in refusals):
-            files = {file.name: file.read_bytes() for file in folder.iterdir()}  # workers on other machines
-            refusals = yield "lora_reload_stage_adapter", staged | {"folder": str(folder), "files": files}
+    try:
+        with nullcontext(Path(str(path))) if tensors is None else staging.written(tensors, peft_config) as folder:
+            refusals = yield "lora_reload_stage_adapter", staged | {"folder": str(folder)}
+            if tensors is not None and any(why and why.startswith("FileNotFoundError") for why in refusals):
+                files = {file.name: file.read_bytes() for file in folder.iterdir()}  # workers on other machines
+                refusals = yield "lora_reload_stage_adapter", staged | {"folder": str(folder), "files": files}
+    except Exception:  # some worker may have staged it
+        yield "lora_reload_discard_adapter", {"token": token}
+        raise
     if reasons := [f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why]:
         yield "lora_reload_discard_adapter", {"token": token}
         raise AdapterRefusedError(f"adapter {name!r} was not updated: {'; '.join(reasons)}")
-    version = max((yield "lora_reload_commit_adapter", {"token": token}))
+    version = min((yield "lora_reload_commit_adapter", {"token": token}))
+    if not version:
+        reserved.pop(name, None)
+        raise AdapterRefusedError(f"adapter {name!r} was not added: another one was, under the same id; try again")
     front.lora_reload.updated(front, number, version)
     request = seams.lora_request(name, number, str(path) if path else f"lora_reload:{name}")
     return UpdatedAdapter(name, number, version, request)
@@ -114,9 +122,13 @@ def _free_number(known: Mapping[str, Any], used: Any) -> int:
 def _run(front: Any, protocol: Generator[Call, list[Any], UpdatedAdapter]) -> UpdatedAdapter:
     method, kwargs = next(protocol)
     while True:
-        answers = front.collective_rpc(method, kwargs=kwargs)
         try:
-            method, kwargs = protocol.send(answers)
+            try:
+                answers = front.collective_rpc(method, kwargs=kwargs)
+            except Exception as error:
+                method, kwargs = protocol.throw(error)
+            else:
+                method, kwargs = protocol.send(answers)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
@@ -124,8 +136,21 @@ def _run(front: Any, protocol: Generator[Call, list[Any], UpdatedAdapter]) -> Up
 async def _run_async(front: Any, protocol: Generator[Call, list[Any], UpdatedAdapter]) -> UpdatedAdapter:
     method, kwargs = next(protocol)
     while True:
-        answers = await front.collective_rpc(method, kwargs=kwargs)
         try:
-            method, kwargs = protocol.send(answers)
+            try:
+                answers = await front.collective_rpc(method, kwargs=kwargs)
+            except Exception as error:
+                method, kwargs = protocol.throw(error)
+            else:
+                method, kwargs = protocol.send(answers)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+
+
+async def _to_its_end(front: Any, protocol: Generator[Call, list[Any], UpdatedAdapter]) -> UpdatedAdapter:
+    """Also if the caller stops waiting: workers and front end have to agree about what was swapped in."""
+    task = asyncio.ensure_future(_run_async(front, protocol))
+    tasks = front.lora_reload.updates  # the event loop alone does not keep them
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return await asyncio.shield(task)

@@ -26,6 +26,7 @@ def make_manager() -> Any:
     made.lora_config = SimpleNamespace(max_loras=3, max_cpu_loras=5)
     made.is_pooling_model = False
     made.modules = {name: Wrapper(nn.Identity(), slots=3, width=4) for name in ("up", "down")}
+    made.model = nn.ModuleDict(made.modules)
     made.punica_wrapper_mapping = {}
     made.lora_index_to_id = [None] * 3
     made._last_mapping = None

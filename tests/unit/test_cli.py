@@ -125,7 +125,9 @@ def test_doctor_prints_and_exits(
     assert report["problems"] == found.count("problem") and report["warnings"] == found.count("warning")
     assert report["checks"] == [vars(ROWS[name]) for name in found]
     assert cli.main(["doctor", "--snapshot-dir", "other"]) == status
-    assert asked == [(None, False), (tmp_path, True), (Path.cwd() / "other", False)]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["doctor", "--snapshot-dir=~/here"]) == status
+    assert asked == [(None, False), (tmp_path, True), (Path.cwd() / "other", False), (tmp_path / "here", False)]
 
 
 # --- snapshot -----------------------------------------------------------------------------------------------------

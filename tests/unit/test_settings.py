@@ -1,6 +1,7 @@
 """Settings, ranks and the carrying of tensors."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_lora_reload import SettingError, nearest_max_lora_rank, seams, staging
+from vllm_lora_reload import AdapterRefusedError, SettingError, nearest_max_lora_rank, seams, staging
 from vllm_lora_reload.settings import Settings
 
 
@@ -97,12 +98,21 @@ def test_names_as_in_a_file() -> None:
     ]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_folder_is_written_and_gone_afterwards(shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "SHARED_MEMORY", tmp_path if shared else tmp_path / "absent")
+def test_tensors_of_two_adapters_are_refused() -> None:
+    """Of a PEFT model with a reference adapter, say: only one would be left."""
+    given = {f"base_model.model.q_proj.lora_A.{name}.weight": torch.ones(2) for name in ("default", "reference")}
+    with pytest.raises(AdapterRefusedError, match=r"lora_A.default.weight and .*lora_A.reference.weight"):
+        staging.peft_names(given)
+
+
+@pytest.mark.parametrize("shared", ["there", "small", "absent"])
+def test_folder_is_written_and_gone_afterwards(shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SHARED_MEMORY", tmp_path if shared != "absent" else tmp_path / "absent")
+    if shared == "small":  # as a container's, by default
+        monkeypatch.setattr(staging, "_MARGIN", shutil.disk_usage(tmp_path).total)
     tensor = torch.arange(6.0).view(2, 3).t()
     with staging.written({"x.lora_A.weight": tensor}, {"r": 2, "target_modules": {"b", "a"}}) as folder:
-        assert (folder.parent == tmp_path) is shared
+        assert (folder.parent == tmp_path) is (shared == "there")
         assert torch.equal(load_file(folder / "adapter_model.safetensors")["x.lora_A.weight"], tensor)
         assert json.loads((folder / "adapter_config.json").read_text()) == {"r": 2, "target_modules": ["a", "b"]}
     assert not folder.exists()

@@ -1,5 +1,7 @@
 """Writing a slot: checked without writing, then copied; and slots that change hands."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,9 @@ from torch import nn
 
 from tests.support.manager import adapter, make_manager
 from tests.support.wrapped import Wrapper
+from vllm_lora_reload import adapters as adapters_module
 from vllm_lora_reload import seams
-from vllm_lora_reload.adapters import Adapters
+from vllm_lora_reload.adapters import Adapters, ReadsAdapters, Staged
 from vllm_lora_reload.lora_state import LoRAState
 from vllm_lora_reload.slots import SlotWrite, Stack
 from vllm_lora_reload.tensors import storage_key
@@ -161,3 +164,123 @@ def test_slot_that_fails_is_zero_and_told_of(adapters: Adapters, manager: Any) -
     up.set_lora = write  # type: ignore[method-assign]
     adapters.put_back()
     assert adapters.broken == {} and up.a_stacked[:, 0].tolist() == [2, 3, 1]
+
+
+# --- What vLLM takes on trust ---------------------------------------------------------------------------------
+
+
+def named(*modules: str) -> Any:
+    """An adapter for these modules."""
+    made = adapter(9)
+    made.loras = dict.fromkeys(modules, made.loras["up"])
+    return made
+
+
+def test_modules_that_the_model_has_not(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong beginnings of names: of compiled or distributed models, or of the wrong part of a multimodal one."""
+    place = lambda *modules: seams.modules_without_a_place(manager, named(*modules))  # noqa: E731
+    manager.model = nn.ModuleDict({"model": nn.ModuleDict({"up": manager.modules["up"], "eye": nn.Linear(1, 1)})})
+    manager.modules = {"model.up": manager.modules["up"]}
+    assert place("model.up") == place("model.up.base_layer") == place("model.up", "model.eye") == []
+    assert place("model.up", "module.model.up", "_orig_mod.x") == ["_orig_mod.x", "module.model.up"]
+    assert place("model.eye") == ["model.eye"], "none of them has LoRA"
+    assert place("up", "model.up") == []  # beside the model's own parts
+    manager.is_pooling_model = True
+    assert place("up") == []
+    manager.is_pooling_model = False
+
+    class Elsewhere(nn.Identity):
+        """A layer of another pipeline stage."""
+
+    find = seams._find
+    monkeypatch.setattr(
+        seams, "_find", lambda module, name: Elsewhere if name == "PPMissingLayer" else find(module, name)
+    )
+    manager.model["model"]["next"] = Elsewhere()
+    assert place("model.next.q_proj") == []
+    assert place("model.up", "model.nextdoor.q_proj") == ["model.nextdoor.q_proj"]
+
+
+def test_an_adapter_without_a_place_is_refused(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Awake and asleep."""
+    adapters.worker_manager.load_unnoted = lambda request: named("module.up")
+    monkeypatch.setattr(seams, "merge_packed_modules", lambda manager, adapter: None)
+    monkeypatch.setattr(adapters_module, "_check_pair", lambda module, weights: None)
+    request = seams.lora_request("a", 9, "/nowhere")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"no place for module\.up"):
+            adapters._check("a", request, False)
+        adapters.slept()
+    adapters.woke()
+
+
+@pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
+def test_settings_of_single_modules(
+    setting: str, adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.32 vLLM scales all modules by one number."""
+    monkeypatch.setattr(seams, "peft_settings", lambda: {"r"})
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, setting: {"up": 16}}))
+    request = seams.lora_request("a", 9, str(tmp_path))
+    with pytest.raises(ValueError, match=f"{setting}: this vLLM would scale"):
+        adapters._check("a", request, False)
+    monkeypatch.setattr(seams, "peft_settings", lambda: {"r", setting})
+    with pytest.raises(AssertionError, match="nothing is to be read"):
+        adapters._check("a", request, False)
+
+
+def test_settings_that_vllm_knows() -> None:
+    assert {"r", "lora_alpha"} <= seams.peft_settings()
+
+
+def test_an_id_that_has_gone_to_another_name(adapters: Adapters, manager: Any) -> None:
+    """As two front ends can choose it: the first one has it."""
+    adapters._staged = {name: Staged(name, adapter(5), None) for name in ("first", "second")}
+    assert adapters.commit("first") == 1
+    assert adapters.commit("second") == 0
+    assert adapters.known() == {"first": {"lora_int_id": 5, "version": 1}}
+    manager.remove_adapter(5)
+    adapters._staged["third"] = Staged("third", adapter(5), None)
+    assert adapters.commit("third") == 2
+
+
+@pytest.mark.parametrize("change", ["none", "updated", "gone", "written", "elsewhere", "tensors", "removed"])
+def test_load_inplace_counts_once(change: str, adapters: Adapters, manager: Any, tmp_path: Path) -> None:
+    """A server sends it with every request of the name."""
+    read: list[int] = []
+
+    class Requests(type(seams.lora_request("a", 1, "b"))):  # type: ignore[misc]
+        """A framework's own."""
+
+    def load(request: Any) -> Any:
+        read.append(request.lora_int_id)
+        return adapter(request.lora_int_id)
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    request = seams.lora_request("a", 2, str(tmp_path))
+    request.load_inplace = True
+    adapters.read(request, load)
+    if change == "updated":
+        adapters._staged["token"] = Staged("a", adapter(2), None)
+        adapters.commit("token")
+    elif change == "gone":
+        (tmp_path / "adapter_config.json").unlink()
+    elif change == "written":
+        (tmp_path / "adapter_config.json").write_text("{ }")
+    elif change == "elsewhere":
+        request.lora_path = "/elsewhere"
+    elif change == "tensors":
+        request = Requests(lora_name="a", lora_int_id=2, lora_path=str(tmp_path), load_inplace=True)
+    elif change == "removed":
+        adapters.forget(2)
+        manager.remove_adapter(2)
+    batch: list[Any] = []
+    Base = type("Base", (), {"_apply_adapters": lambda self, requests: batch.extend(requests)})
+    worker_manager = type("Manager", (ReadsAdapters, Base), {})()
+    worker_manager.lora_reload = adapters
+    worker_manager._apply_adapters({request})
+    again = change in ("written", "elsewhere", "tensors", "removed")
+    assert [each.load_inplace for each in batch] == [again]
+    assert batch[0].lora_int_id == 2 and request.load_inplace, "the server's own is as it was"
+    plain = seams.lora_request("b", 3, "/nowhere")
+    assert adapters.settled(plain) is plain

@@ -66,6 +66,62 @@ def test_refusal_of_one_rank_discards_on_all() -> None:
     assert workers.known == {} and workers.staged == {}
 
 
+@pytest.mark.parametrize("stops", [True, False])
+def test_what_was_staged_is_dropped_if_the_call_fails(stops: bool) -> None:
+    """On the worker that had staged it. In an engine that is not asynchronous too."""
+
+    class Fails(Workers):
+        async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
+            found = await super().collective_rpc(method, kwargs)
+            if method == "lora_reload_stage_adapter":
+                raise TimeoutError("a worker did not answer")
+            return found
+
+    class Sync(Fails):
+        def collective_rpc(self, method: str, kwargs: Any = None) -> Any:  # type: ignore[override]
+            return asyncio.run(super().collective_rpc(method, kwargs))
+
+    workers = Fails() if stops else Sync()
+    with pytest.raises(TimeoutError):
+        result = update_adapter(workers, "a", TENSORS, CONFIG)
+        asyncio.run(result)
+    assert workers.staged == {} and workers.known == {}
+
+
+def test_a_caller_that_does_not_wait_leaves_no_half_update() -> None:
+    workers = Workers()
+
+    async def main() -> None:
+        task = asyncio.ensure_future(update_adapter(workers, "a", TENSORS, CONFIG))
+        while not workers.staged:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while workers.lora_reload.updates:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    number = workers.known["a"]["lora_int_id"]
+    assert workers.staged == {} and workers.lora_reload.versions == {number: 1}
+
+
+def test_an_id_that_another_front_end_gave_away_first() -> None:
+    class Taken(Workers):
+        async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
+            if method == "lora_reload_commit_adapter" and not self.known:
+                self.known["b"] = {"lora_int_id": self.staged.pop(kwargs["token"])[1], "version": 1}
+                return [0, 0]
+            return await super().collective_rpc(method, kwargs)
+
+    workers = Taken()
+    with pytest.raises(AdapterRefusedError, match="under the same id; try again"):
+        asyncio.run(update_adapter(workers, "a", TENSORS, CONFIG))
+    number = workers.known["b"]["lora_int_id"]
+    assert number not in workers.lora_reload.versions
+    assert asyncio.run(update_adapter(workers, "a", TENSORS, CONFIG)).lora_int_id == number + 1
+
+
 def test_engine_without_the_plugin() -> None:
     with pytest.raises(LoRAReloadError, match="VLLM_PLUGINS"):
         update_adapter(object(), "a", TENSORS, CONFIG)
