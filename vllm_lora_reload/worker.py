@@ -159,7 +159,7 @@ class LoRAReloadWorker:
         """For ``collective_rpc``: swap in what was staged. Asleep, the slot is written at wake-up.
 
         Returns:
-            The adapter's version.
+            The adapter's version; 0 if its id has gone to another name meanwhile, and nothing was changed.
         """
         return self.lora_reload.adapters.commit(token)
 

@@ -153,6 +153,14 @@ def test_refused_update_changes_nothing(
     assert engine.worker.lora_reload.adapters._staged == {}
 
 
+@pytest.mark.parametrize("inside", ["_orig_mod.", "module."])
+def test_names_of_a_wrapped_model_are_refused(engine: Engine, inside: str) -> None:
+    """Of a compiled or a distributed one. vLLM finds no module of such a name, and answers with the base model."""
+    given = {n.replace("base_model.model.", f"base_model.model.{inside}"): t for n, t in tensors(engine, 2).items()}
+    with pytest.raises(AdapterRefusedError, match=f"the model has no place for {inside}lm_head, .* and 13 more"):
+        update_adapter(engine.llm, "policy", given, CONFIG)
+
+
 def test_half_of_a_pair_is_refused(engine: Engine) -> None:
     given = tensors(engine, 2)
     del given[DOWN.format("B")]
