@@ -236,6 +236,11 @@ class Adapters:
         for number in seams.same_on_all_ranks(changed):
             self._read_again(number)
 
+    def absent(self) -> None:
+        """Stands for `read_changed` on a rank that cannot read anything now."""
+        for _ in seams.same_on_all_ranks([]):
+            seams.true_on_all_ranks(False)
+
     def _files_changed(self, number: int) -> bool:
         source = self._sources.get(number)
         now = fingerprint(source.request.lora_path) if source else ()

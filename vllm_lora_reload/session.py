@@ -174,19 +174,22 @@ class WorkerState:
         from there, since loaders may be collectives too.
 
         Args:
-            discarded: whether level 2 took them, which is so on all ranks or on none.
+            discarded: whether level 2 took them.
             by_itself: whether the checkpoint is to be loaded in any case, if nothing else brings the weights.
 
         Returns:
             Whether the checkpoint has to be loaded.
         """
         keeper = self.keeper
-        if keeper is None or not discarded:
+        if keeper is None:
             return by_itself and self.lifecycle.state is State.MISSING
-        usable, of_checkpoint = keeper.usable, keeper.usable and keeper.of_checkpoint and self._checkpoint_unchanged()
+        usable = discarded and keeper.usable
+        of_checkpoint = usable and keeper.of_checkpoint and self._checkpoint_unchanged()
         restored = usable and self._restored(keeper)
         everywhere = seams.true_on_all_ranks(restored)
         checkpoint_has_the_same = seams.true_on_all_ranks(of_checkpoint)
+        if not discarded:
+            return by_itself and self.lifecycle.state is State.MISSING
         if not everywhere:
             if restored:
                 self.lifecycle.restore_failed(SnapshotError("another rank has none that could be read"))
@@ -269,6 +272,14 @@ class WorkerState:
             self.adapters.put_pending()
         if self.settings.adapters == "keep":
             self.adapters.read_changed()
+
+    def absent(self) -> None:
+        """Take part in what ranks that wake up decide together, though this one does not: they would wait for it."""
+        if self.settings.adapters == "keep":
+            self.adapters.absent()
+        if self.keeper is not None:
+            seams.true_on_all_ranks(False)  # restored
+            seams.true_on_all_ranks(False)  # the checkpoint has the same
 
     def must_be_mapped(self) -> None:
         """Raises:

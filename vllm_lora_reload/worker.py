@@ -52,9 +52,17 @@ class LoRAReloadWorker:
             state.settle()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        super().wake_up(tags)  # type: ignore[misc]
         state = self.lora_reload
-        if state.lifecycle.asleep and (tags is None or "weights" in tags):
+        weights = tags is None or "weights" in tags
+        try:
+            super().wake_up(tags)  # type: ignore[misc]
+        except Exception:  # a trainer has the memory still, say
+            if weights:
+                state.absent()
+            raise
+        if weights and not state.lifecycle.asleep:
+            state.absent()  # the last wake-up failed on another rank, say
+        elif weights:
             discarded = state.lifecycle.state is State.DISCARDED
             state.woke(self.model_runner.reset_lora_state)
             if state.restore(discarded, by_itself=state.settings.on_missing == "reload"):

@@ -284,3 +284,12 @@ def test_load_inplace_counts_once(change: str, adapters: Adapters, manager: Any,
     assert batch[0].lora_int_id == 2 and request.load_inplace, "the server's own is as it was"
     plain = seams.lora_request("b", 3, "/nowhere")
     assert adapters.settled(plain) is plain
+
+
+def test_a_rank_that_cannot_read_takes_part(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the decision about each adapter whose files have changed, as the first rank has seen."""
+    said: list[bool] = []
+    monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: said.append(value) or value)
+    monkeypatch.setattr(seams, "same_on_all_ranks", lambda value: [2, 3])
+    adapters.absent()
+    assert said == [False, False]

@@ -1,5 +1,6 @@
 """The worker's part in front of small fake workers: what happens in which order, and when not."""
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,9 @@ class FakePart:
 
     def read_changed(self) -> None:
         self.log(f"{self.name}.read_changed")
+
+    def absent(self) -> None:
+        self.log(f"{self.name}.absent")
 
 
 class FakeRunner:
@@ -324,7 +328,7 @@ def test_waking_something_else_touches_no_weights(worker: Any, log: Log, tags: l
 def test_nothing_is_restored_after_level_1(worker: Any, log: Log, level: int) -> None:
     worker.sleep(level)
     worker.wake_up()
-    restored = ["adapters.put_pending", "adapters.read_changed"] if level else []
+    restored = ["adapters.put_pending", "adapters.read_changed"] if level else ["adapters.absent"]
     assert log == [f"sleep {level}", "wake None", *restored]
     assert worker.lora_reload_status() == COMPLETE
 
@@ -332,7 +336,7 @@ def test_nothing_is_restored_after_level_1(worker: Any, log: Log, level: int) ->
 def test_waking_twice_restores_once(worker: Any, log: Log) -> None:
     discard(worker)
     worker.wake_up()
-    assert log == ["wake None"]
+    assert log == ["wake None", "adapters.absent"]
 
 
 def test_level_1_while_missing_stays_missing_and_restores_nothing(worker: Any, log: Log) -> None:
@@ -364,7 +368,7 @@ def test_a_failed_wake_up_stays_discarded(worker: Any, log: Log) -> None:
     worker.fail = "wake None"
     with pytest.raises(RuntimeError):
         worker.wake_up()
-    assert log == ["wake None"]
+    assert log == ["wake None", "adapters.absent"]
     assert worker.lora_reload_status()["state"] == "discarded"
 
 
@@ -699,6 +703,29 @@ def test_wake_up_restores_the_snapshot(kept: Any, log: Log) -> None:
     assert kept.lora_reload_status()["last_restore"] is None  # gone again
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("fails", ["to wake up", "earlier on another rank"])
+def test_no_rank_waits_for_one_that_does_not_wake_up(
+    fails: str, level: int, kept: Any, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes part in as many decisions as one that does, and says no."""
+    decisions: list[bool] = []
+    monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: decisions.append(value) or value)
+    kept.sleep(level)
+    kept.wake_up(["kv_cache"])
+    assert decisions == []
+    kept.wake_up(["weights"])
+    assert len(decisions) == 2 and "adapters.read_changed" in log
+    decisions.clear()
+    if fails == "to wake up":
+        kept.sleep(level)
+        kept.fail = "wake ['weights']"
+    log.take()
+    with pytest.raises(RuntimeError) if kept.fail else contextlib.nullcontext():
+        kept.wake_up(["weights"])
+    assert decisions == [False, False] and "adapters.absent" in log
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_not_after_another_level(kept: Any, log: Log, level: int) -> None:
     kept.sleep(level)
@@ -752,19 +779,16 @@ def test_a_rank_whose_neighbour_failed_goes_its_way(
     assert "another rank has none that could be read" in status["error"]
 
 
-def test_ranks_meet_only_where_all_of_them_do(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load may have failed on this rank alone; after level 1 the others do not wait for it."""
-
-    def true_on_all_ranks(value: bool) -> bool:
-        raise AssertionError("waits for the other ranks")
-
-    monkeypatch.setattr(seams, "true_on_all_ranks", true_on_all_ranks)
+def test_ranks_meet_as_often_whatever_they_have(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load may have failed on this rank alone; the others wait for it as ever, and it stays without weights."""
+    said: list[bool] = []
+    monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: said.append(value) or True)
     with pytest.raises(RuntimeError), kept.lora_reload.loading():
         next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
         raise RuntimeError
     kept.sleep(1)
     kept.wake_up()
-    assert kept.lora_reload_status()["state"] == "missing"
+    assert kept.lora_reload_status()["state"] == "missing" and said == [False, False]
 
 
 def test_only_what_was_complete_can_be_restored(kept: Any, log: Log) -> None:
@@ -797,9 +821,9 @@ def test_a_load_at_wake_up_does_not_ask_the_other_ranks(kept: Any, log: Log, mon
     kept.model_runner.reload_weights = lambda: log(f"reload {kept.lora_reload.has_checkpoint()}")
     kept.sleep(1)
     kept.wake_up()
-    assert "reload False" in log and not asked
+    assert "reload False" in log and len(asked) == 2  # at the wake-up, as all do
     kept.lora_reload.has_checkpoint()
-    assert asked
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
