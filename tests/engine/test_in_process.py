@@ -100,6 +100,14 @@ def test_adapters_serve_without_their_files(engine: Engine) -> None:
             folder.with_suffix(".away").rename(folder)
 
 
+def test_stacks_are_cut_at_slots(engine: Engine) -> None:
+    """Embeddings have other views of theirs, which begin with the vocabulary of all slots."""
+    lora = engine.worker.lora_reload.lora
+    slots = len(engine.runner.lora_manager._adapter_manager.lora_index_to_id)
+    assert {len(stack) for stack in lora._slots} == {slots}
+    assert [stack.nbytes for stack in lora._slots] == [whole.nbytes for whole in lora.stacks]
+
+
 def test_pins_order_and_slots_survive(engine: Engine) -> None:
     manager = engine.runner.lora_manager._adapter_manager
 

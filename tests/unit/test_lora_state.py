@@ -79,7 +79,7 @@ class Viewed(Wrapper):
     def __init__(self, base_layer: nn.Module, slots: int, width: int) -> None:
         super().__init__(base_layer, slots, width)
         self.b_stacked = torch.zeros(slots, 2, width)
-        self.views_stacked = [self.a_stacked[0], *self.b_stacked[:, 0], self.b_stacked[:2]]
+        self.views_stacked = [self.a_stacked[0], *self.b_stacked[:, 0], self.b_stacked[:, :1]]
         self.b_stacked_2d = self.b_stacked.view(-1, self.b_stacked.shape[-1])
 
 

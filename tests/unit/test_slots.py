@@ -197,7 +197,7 @@ def test_modules_that_the_model_has_not(manager: Any, monkeypatch: pytest.Monkey
         seams, "_find", lambda module, name: Elsewhere if name == "PPMissingLayer" else find(module, name)
     )
     manager.model["model"]["next"] = Elsewhere()
-    assert place("model.next.q_proj") == []
+    assert place("model.next.attention.q_proj") == []
     assert place("model.up", "model.nextdoor.q_proj") == ["model.nextdoor.q_proj"]
 
 
@@ -244,7 +244,7 @@ def test_an_id_that_has_gone_to_another_name(adapters: Adapters, manager: Any) -
     assert adapters.commit("third") == 2
 
 
-@pytest.mark.parametrize("change", ["none", "updated", "gone", "written", "elsewhere", "tensors", "removed"])
+@pytest.mark.parametrize("change", ["none", "updated", "gone", "written", "elsewhere", "tensors", "removed", "evicted"])
 def test_load_inplace_counts_once(change: str, adapters: Adapters, manager: Any, tmp_path: Path) -> None:
     """A server sends it with every request of the name."""
     read: list[int] = []
@@ -274,12 +274,14 @@ def test_load_inplace_counts_once(change: str, adapters: Adapters, manager: Any,
     elif change == "removed":
         adapters.forget(2)
         manager.remove_adapter(2)
+    elif change == "evicted":
+        manager.remove_adapter(2)
     batch: list[Any] = []
     Base = type("Base", (), {"_apply_adapters": lambda self, requests: batch.extend(requests)})
     worker_manager = type("Manager", (ReadsAdapters, Base), {})()
     worker_manager.lora_reload = adapters
     worker_manager._apply_adapters({request})
-    again = change in ("written", "elsewhere", "tensors", "removed")
+    again = change in ("written", "elsewhere", "tensors", "removed", "evicted")
     assert [each.load_inplace for each in batch] == [again]
     assert batch[0].lora_int_id == 2 and request.load_inplace, "the server's own is as it was"
     plain = seams.lora_request("b", 3, "/nowhere")
