@@ -90,8 +90,9 @@ class Guard:
     def stale(self) -> bool:
         return self.running > 0 or self.now != self.checked
 
-    def learn(self, statuses: list[Status], asked: int) -> None:
-        """Take in what the workers answered, asked when `now` was `asked`."""
+    def learn(self, answers: list[Any], asked: int) -> None:
+        """Take in what the workers answered, asked when `now` was `asked`. Of what is no status nothing is known."""
+        statuses = [answer if _is_status(answer) else _unknown(answer) for answer in answers]
         errors = [f"rank {rank}: {status['error']}" for rank, status in enumerate(statuses) if status["error"]]
         more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
         before, self.error = self.error, errors[0] + more if errors else None
@@ -136,6 +137,16 @@ class Guard:
             replace(each, identifier=each.identifier + version) if each.identifier.startswith(own) else each
             for each in request.mm_features or ()
         ] or request.mm_features
+
+
+def _is_status(answer: Any) -> bool:
+    return isinstance(answer, dict) and "error" in answer and isinstance(answer.get("adapters"), dict)
+
+
+def _unknown(answer: Any) -> Status:
+    """Of a worker that says something else: requests are refused, and the next one asks again."""
+    said = f"{type(answer).__name__}: {answer}"[:200]
+    return {"error": f"asked how its weights stand, this worker said ({said}). Ask again.", "adapters": {}}
 
 
 def guard(engine: Any) -> None:

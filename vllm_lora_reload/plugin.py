@@ -1,6 +1,6 @@
 """The ``vllm.general_plugins`` entry point.
 
-vLLM calls `register` in every process it starts, sometimes more than once. It hooks three constructors and
+vLLM calls `register` in every process it starts, sometimes more than once. It hooks four constructors and
 nothing else; each hook looks at the finished object's config and extends that one object, only if LoRA is on.
 """
 
@@ -13,12 +13,12 @@ from .errors import SeamMissingError
 
 
 def register() -> None:
-    """Hook the worker and the two engine front ends. Calling it again changes nothing.
+    """Hook the worker, the two engine front ends and the executor. Calling it again changes nothing.
 
     It imports none of them: what is not imported yet is hooked when vLLM imports it.
 
     Raises:
-        SeamMissingError: later, when an engine with LoRA is configured on a release without those classes.
+        SeamMissingError: later, when an engine with LoRA is configured on a release without the first three classes.
     """
     try:
         seams.hook_constructor(seams.WORKER, _extend_worker)
@@ -26,6 +26,7 @@ def register() -> None:
         seams.hook_constructor(seams.ASYNC_ENGINE, _extend_engine)
     except SeamMissingError as missing:
         seams.refuse_lora(missing)
+    seams.hook_constructor(seams.EXECUTOR, _extend_executor, needed=False)
 
 
 def _extend_worker(worker: Any) -> None:
@@ -41,3 +42,10 @@ def _extend_engine(engine: Any) -> None:
         from .client import guard
 
         guard(engine)
+
+
+def _extend_executor(executor: Any) -> None:
+    if executor.vllm_config.lora_config is not None:
+        from .replies import keep_apart
+
+        keep_apart(executor)

@@ -15,7 +15,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -58,6 +58,7 @@ def _find(module: str, name: str) -> Any:
 WORKER = ("vllm.v1.worker.worker_base", "WorkerBase")
 OFFLINE_ENGINE = ("vllm.v1.engine.llm_engine", "LLMEngine")
 ASYNC_ENGINE = ("vllm.v1.engine.async_llm", "AsyncLLM")
+EXECUTOR = ("vllm.v1.executor.abstract", "Executor")
 
 
 def worker_class() -> Any:
@@ -91,11 +92,14 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None]) -> None:
+def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None], needed: bool = True) -> None:
     """Call ``hook(obj)`` for every object of the class `seam`, from when its module is imported; import nothing now.
 
+    Args:
+        needed: whether LoRA is refused without the class.
+
     Raises:
-        SeamMissingError: the module is imported and lacks the class, or does not exist.
+        SeamMissingError: it is needed, and the module is imported and lacks the class, or does not exist.
     """
     module, name = seam
 
@@ -103,10 +107,13 @@ def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None]) -> None
         try:
             after_init(_find(module, name), hook)
         except SeamMissingError as missing:
-            refuse_lora(missing)
+            if needed:
+                refuse_lora(missing)
 
-    if module in sys.modules or importlib.util.find_spec(module) is None:
+    if needed and (module in sys.modules or importlib.util.find_spec(module) is None):
         after_init(_find(module, name), hook)
+    elif module in sys.modules:
+        install()
     elif not any(isinstance(finder, _AfterImport) and finder._module == module for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(module, install))
 
@@ -171,6 +178,46 @@ def extend(obj: Any, mixin: type) -> None:
         obj.__class__ = type(
             cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         )
+
+
+# --- Executor -----------------------------------------------------------------------------------------------------
+
+
+def reply_queues(executor: Any) -> list[Any]:
+    """Where workers leave their replies to an executor's calls, by rank; none if it asks them in another way."""
+    if not hasattr(getattr(executor, "rpc_broadcast_mq", None), "enqueue"):
+        return []
+    return list(getattr(executor, "response_mqs", ()))
+
+
+def calls_observed(executor: Any, queues_of_call: Callable[[Collection[int]], Sequence[Any]]) -> None:
+    """Let an executor look for replies to a call in ``queues_of_call(ranks that will reply)``, from now on.
+
+    ``collective_rpc`` picks its queues right after it has broadcast the call, and may read them later.
+    """
+    broadcast, queues = executor.rpc_broadcast_mq, executor.response_mqs
+    send = broadcast.enqueue
+
+    @functools.wraps(send)
+    def enqueue(call: Any, *args: Any, **kwargs: Any) -> None:
+        send(call, *args, **kwargs)
+        match call:
+            case (_, _, _, None):
+                executor.response_mqs = queues_of_call(range(len(queues)))
+            case (_, _, _, int(rank)) if rank in range(len(queues)):
+                executor.response_mqs = queues_of_call([rank])
+            case _:  # nobody knows who replies
+                executor.response_mqs = queues
+
+    broadcast.enqueue = enqueue
+
+
+def is_failure(reply: Any) -> bool:
+    """Whether a worker's reply to a call says that it raised an error."""
+    return isinstance(reply, tuple) and getattr(reply[0], "name", None) == "FAILURE"
+
+
+# --- Model loader -------------------------------------------------------------------------------------------------
 
 
 _BASE_LOADER = "vllm.model_executor.model_loader.base_loader"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support import failed_loads
 from tests.support.scenario import Report, Scenario, run
 
 pytestmark = pytest.mark.engine
@@ -38,6 +39,18 @@ def test_two_ranks(fully_sharded: bool) -> None:
     check(report, "mapping")
     assert report.control is not None and report.control.bytes_differ
     assert all("sharded_to_full_mapping_gpu" in name for name in report.control.bytes_differ)
+
+
+def test_loads_that_fail_on_two_ranks() -> None:
+    """vLLM leaves the second rank's failure on its queue, where it would answer the next call."""
+    report = run(
+        Scenario(max_tokens=8, engine={"tensor_parallel_size": 2}),
+        module=failed_loads.MODULE,
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+    )
+    assert report.distinct_answers == 2 and len(report.cycles) == 2
+    assert report.right, report
 
 
 def test_without_the_package_it_breaks() -> None:

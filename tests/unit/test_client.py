@@ -195,6 +195,21 @@ def test_unknown_state_is_asked_again(guarded: Guarded) -> None:
         guarded("add_request", "a")
 
 
+@pytest.mark.parametrize(
+    "answer", [None, "did it", {}, {"error": None}, {"adapters": {}}, {"error": None, "adapters": 7}]
+)
+def test_what_is_no_status_is_asked_again(guarded: Guarded, answer: Any) -> None:
+    guarded("wake_up")
+    guarded.base.statuses = [COMPLETE, answer]
+    for _ in range(2):
+        with pytest.raises(WeightsMissingError, match=r"rank 1: asked how its weights stand, this worker said \("):
+            guarded("add_request", "a")
+    guarded.base.statuses = [COMPLETE, COMPLETE]
+    guarded.take()
+    assert [guarded("add_request", name) for name in "ab"] == ["added a", "added b"]
+    assert guarded.take() == [STATUS, ("add", "a", 0), ("add", "b", 0)]
+
+
 def test_a_failed_control_is_asked_about_too(guarded: Guarded) -> None:
     guarded.base.statuses = RuntimeError("half way")
     with pytest.raises(RuntimeError):

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import CacheConfig, LoRAConfig, VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_lora_reload import SeamMissingError, plugin, seams
@@ -32,7 +34,7 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> dict[type, Callable[..., None]]
     """Constructors before any `register`, those of the engines replaced by one that starts nothing."""
     init: Any = WorkerBase.__init__
     monkeypatch.setattr(WorkerBase, "__init__", init.__wrapped__ if hasattr(init, seams._HOOK) else init)
-    for engine in (LLMEngine, AsyncLLM):
+    for engine in (LLMEngine, AsyncLLM, Executor):
         monkeypatch.setattr(engine, "__init__", _light_init)
     monkeypatch.setattr(LoRAConfig, "__init__", LoRAConfig.__init__)
     return {cls: cls.__init__ for cls in HOOKED}
@@ -142,6 +144,47 @@ def test_engine_with_lora_is_guarded(engine: Any, guarded: type, other: type) ->
     assert type(engine(config(False))) is engine
 
 
+class Bare(Executor):
+    """Asks its workers in a way of its own."""
+
+
+class Queued(Bare):
+    """Has what vLLM's executor for several workers has."""
+
+    def __init__(self, vllm_config: Any, **other: Any) -> None:
+        vars(self).update({"rpc_broadcast_mq": SimpleNamespace(enqueue=_light_init), "response_mqs": ["queue"]} | other)
+        super().__init__(vllm_config)
+
+
+for each in (Bare, Queued):
+    each.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_only_with_lora_an_executor_keeps_replies_apart(lora: bool) -> None:
+    plugin.register()
+    executor = Queued(config(lora))
+    assert type(executor) is Queued
+    assert (executor.rpc_broadcast_mq.enqueue is not _light_init) == lora
+
+
+@pytest.mark.parametrize("other", [{"rpc_broadcast_mq": None}, {"rpc_broadcast_mq": object()}, {"response_mqs": []}])
+def test_executor_without_queues_is_left_alone(other: dict[str, Any]) -> None:
+    plugin.register()
+    executor: Any = Queued(config(True), **other)
+    assert all(vars(executor)[name] is value for name, value in other.items())
+    assert "rpc_broadcast_mq" in other or executor.rpc_broadcast_mq.enqueue is _light_init
+    assert set(vars(Bare(config(True)))) == {"vllm_config"}
+
+
+@pytest.mark.parametrize("module", [Executor.__module__, "vllm.no_such_module"])
+def test_without_the_class_of_executors_lora_works(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "EXECUTOR", (module, "NoSuchClass"))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    plugin.register()
+    assert LoRAConfig(max_loras=2) and isinstance(worker(True), LoRAReloadWorker)
+
+
 @pytest.mark.parametrize("missing", HOOKED)
 def test_missing_class_makes_only_lora_fail(
     missing: type, monkeypatch: pytest.MonkeyPatch, unhooked: dict[type, Callable[..., None]]
@@ -177,7 +220,7 @@ plugin.register()
 plugin.register()
 modules = [module for module, _ in (seams.WORKER, seams.OFFLINE_ENGINE, seams.ASYNC_ENGINE)]
 assert not any(module in sys.modules for module in modules), "imported early"
-for cls in (seams.worker_class(), *seams.engine_classes()):
+for cls in (seams.worker_class(), *seams.engine_classes(), seams._find(*seams.EXECUTOR)):
     assert hasattr(cls.__init__, seams._HOOK), cls
     assert not hasattr(cls.__init__.__wrapped__, seams._HOOK), "hooked twice"
 assert not any(isinstance(finder, seams._AfterImport) for finder in sys.meta_path)
