@@ -284,8 +284,8 @@ class Adapters:
 
     def _check(self, name: str, request: Any, lasting: bool) -> Staged:
         files = fingerprint(request.lora_path)
-        if unknown := diagnosis.patterns(request.lora_path) - seams.peft_settings():
-            raise ValueError(f"{', '.join(sorted(unknown))}: this vLLM would scale all modules alike")
+        if unknown := diagnosis.special_settings(request.lora_path) - seams.peft_settings():
+            raise ValueError(f"{', '.join(sorted(unknown))} in adapter_config.json: this vLLM would leave it out")
         adapter = self._read(request, self.worker_manager.load_unnoted)
         for module, weights in adapter.loras.items():
             _check_pair(module, weights)

@@ -26,11 +26,15 @@ def adapter_rank(folder: str) -> int | None:
         return None
 
 
-def patterns(folder: str) -> set[str]:
-    """Which settings for single modules a PEFT folder's config has, if it can be read."""
+_SPECIAL = ("rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "layer_replication")
+_SPECIAL += ("use_bdlora", "use_qalora")
+
+
+def special_settings(folder: str) -> set[str]:
+    """Which settings of a PEFT folder's config, if it can be read, change what its tensors mean."""
     try:
         config = json.loads(Path(folder, "adapter_config.json").read_text())
-        return {name for name in ("rank_pattern", "alpha_pattern") if config.get(name)}
+        return {name for name in _SPECIAL if config.get(name)}
     except (OSError, ValueError, AttributeError):
         return set()
 

@@ -214,15 +214,15 @@ def test_an_adapter_without_a_place_is_refused(adapters: Adapters, monkeypatch: 
     adapters.woke()
 
 
-@pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern"])
-def test_settings_of_single_modules(
+@pytest.mark.parametrize("setting", ["rank_pattern", "alpha_pattern", "lora_bias", "use_qalora"])
+def test_settings_that_vllm_leaves_out(
     setting: str, adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before 0.32 vLLM scales all modules by one number."""
+    """Before 0.32 it scales all modules by one number, say."""
     monkeypatch.setattr(seams, "peft_settings", lambda: {"r"})
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, setting: {"up": 16}}))
     request = seams.lora_request("a", 9, str(tmp_path))
-    with pytest.raises(ValueError, match=f"{setting}: this vLLM would scale"):
+    with pytest.raises(ValueError, match=f"{setting} in adapter_config.json: this vLLM"):
         adapters._check("a", request, False)
     monkeypatch.setattr(seams, "peft_settings", lambda: {"r", setting})
     with pytest.raises(AssertionError, match="nothing is to be read"):
