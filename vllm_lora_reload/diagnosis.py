@@ -26,8 +26,9 @@ def adapter_rank(folder: str) -> int | None:
         return None
 
 
-_SPECIAL = ("rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "layer_replication")
-_SPECIAL += ("use_bdlora", "use_qalora")
+_SPECIAL = frozenset(
+    "rank_pattern alpha_pattern lora_bias alora_invocation_tokens layer_replication use_bdlora use_qalora".split()
+)
 
 
 def special_settings(folder: str) -> set[str]:
