@@ -26,9 +26,8 @@ def adapter_rank(folder: str) -> int | None:
         return None
 
 
-_SPECIAL = frozenset(
-    "rank_pattern alpha_pattern lora_bias alora_invocation_tokens layer_replication use_bdlora use_qalora".split()
-)
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_SPECIAL = (*_PATTERNS, "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora")
 
 
 def special_settings(folder: str) -> set[str]:
