@@ -75,7 +75,6 @@ class Adapters:
     _modules: Any = None  # what vLLM's manager has not got while it must not write
     _sources: dict[int, Source] = field(default_factory=dict)
     _without_files: dict[int, Any] = field(default_factory=dict)
-    _seen: dict[int, tuple[str, Fingerprint]] = field(default_factory=dict)  # what vLLM has read last, by id
     _unreadable: set[int] = field(default_factory=set)
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
@@ -96,7 +95,6 @@ class Adapters:
             return self._without_files[number]
         files = fingerprint(request.lora_path)
         adapter = self._read(request, load)
-        self._seen[number] = (request.lora_path, files)
         self._name(request.lora_name, number)
         registered = seams.registered(self.manager)
         self._sources = {each: source for each, source in self._sources.items() if each in registered}
@@ -107,19 +105,6 @@ class Adapters:
         self._without_files.pop(number, None)
         self.broken.pop(number, None)
         return adapter
-
-    def settled(self, request: Any) -> Any:
-        """A request of a batch, as vLLM's manager is to take it.
-
-        A server keeps ``load_inplace`` with the adapter's name, and vLLM would read the files again before every step:
-        over a later `update_adapter`, or when they are gone.
-        """
-        number = request.lora_int_id
-        if not getattr(request, "load_inplace", False) or not seams.is_lora_request(request):
-            return request
-        path, files = self._seen.get(number, ("", ()))
-        read = number in seams.registered(self.manager) and path == request.lora_path
-        return seams.loaded_once(request) if read and fingerprint(path) in (files, ()) else request
 
     def _name(self, name: str, number: int) -> None:
         """An id has one name, the last that it was given."""
@@ -145,7 +130,7 @@ class Adapters:
 
     def forget(self, number: int) -> None:
         """The user has removed the adapter."""
-        for table in (self._sources, self._without_files, self._seen, self.broken):
+        for table in (self._sources, self._without_files, self.broken):
             table.pop(number, None)
 
     # --- Slots ------------------------------------------------------------------------------------------------
@@ -220,7 +205,7 @@ class Adapters:
         """As vLLM does from 0.28 on when base weights have been replaced."""
         gone = dict.fromkeys(self._without_files, "it came as tensors and was dropped when base weights were replaced")
         self.worker_manager.remove_all_adapters()
-        for table in (self._sources, self._without_files, self._seen, self.broken, self._writes):
+        for table in (self._sources, self._without_files, self.broken, self._writes):
             table.clear()
         self._pending.clear()
         self.broken.update(gone)  # vLLM would look for files that never were
@@ -354,9 +339,6 @@ class ReadsAdapters:
 
     def _load_adapter(self, lora_request: Any) -> Any:
         return self.lora_reload.read(lora_request, super()._load_adapter)  # type: ignore[misc]
-
-    def _apply_adapters(self, lora_requests: Any) -> None:
-        super()._apply_adapters({self.lora_reload.settled(each) for each in lora_requests if each})  # type: ignore[misc]
 
     def load_unnoted(self, lora_request: Any) -> Any:
         return super()._load_adapter(lora_request)  # type: ignore[misc]

@@ -34,6 +34,7 @@ class Guard:
         error: why no request can be answered now.
         adapters: why requests for an adapter cannot, by id.
         versions: version of every adapter that this front end has updated, by id.
+        inplace: path of every adapter that it has added with ``load_inplace``, by id.
         reserved: ids of names that this front end has begun to add.
         running: how many such calls have not come back; what the workers say meanwhile does not last.
         falling: how many of them are sleeps.
@@ -46,6 +47,7 @@ class Guard:
     error: str | None = None
     adapters: dict[int, str] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    inplace: dict[int, str] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
     running: int = 0
     falling: int = 0
@@ -121,12 +123,28 @@ class Guard:
 
     def updated(self, engine: Any, number: int, version: int) -> None:
         """From now on the adapter's requests find no prefix that an older version of it has cached."""
-        if not self.versions:
-            seams.requests_marked(engine, self._mark)
+        self._watch(engine)
         self.versions[number] = version
 
+    def added(self, engine: Any, lora_request: Any) -> None:
+        """An adapter was added, and read from its files for that.
+
+        A server keeps ``load_inplace`` with the adapter's name. With a request it has vLLM read the files again before
+        every step: over a later update, or when they are gone.
+        """
+        if getattr(lora_request, "load_inplace", False) and seams.is_lora_request(lora_request):
+            self._watch(engine)
+            self.inplace[lora_request.lora_int_id] = lora_request.lora_path
+
+    def _watch(self, engine: Any) -> None:
+        if not self.versions and not self.inplace:
+            seams.requests_marked(engine, self._mark)
+
     def _mark(self, request: Any) -> None:
-        number = getattr(request.lora_request, "lora_int_id", None)
+        lora = request.lora_request
+        number = getattr(lora, "lora_int_id", None)
+        if getattr(lora, "load_inplace", False) and self.inplace.get(number or 0) == lora.lora_path:
+            request.lora_request = seams.loaded_once(lora)
         if number not in self.versions:
             return
         version = f"|adapter version {self.versions[number]}"
@@ -194,9 +212,11 @@ class GuardedLLMEngine:
         with self.lora_reload.changing():
             return super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
 
-    def add_lora(self, *args: Any, **kwargs: Any) -> Any:
+    def add_lora(self, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
         with self.lora_reload.changing():
-            return super().add_lora(*args, **kwargs)  # type: ignore[misc]
+            added = super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
+        self.lora_reload.added(self, lora_request)
+        return added
 
     def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
         with self.lora_reload.changing():
@@ -236,9 +256,11 @@ class GuardedAsyncLLM(abc.ABC):
         with self.lora_reload.changing():
             return await super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
 
-    async def add_lora(self, *args: Any, **kwargs: Any) -> Any:
+    async def add_lora(self, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
         with self.lora_reload.changing():
-            return await super().add_lora(*args, **kwargs)  # type: ignore[misc]
+            added = await super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
+        self.lora_reload.added(self, lora_request)
+        return added
 
     async def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
         with self.lora_reload.changing():

@@ -290,6 +290,7 @@ def test_adapter_of_too_high_rank(engine: Engine) -> None:
 
 def test_without_the_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.runner, "reset_lora_state", lambda: None)
+    monkeypatch.setattr(engine.worker.lora_reload.adapters, "put_back", lambda: None)
     engine.lose_weights()
     engine.reload()
     assert any("stacked" in name for name in engine.differing())

@@ -123,6 +123,7 @@ class PoolInspector:
             vars(session)["base_view"] = nullcontext
         elif part == "reset":
             self.model_runner.reset_lora_state = lambda: None
+            self.model_runner.lora_reload.adapters.put_back = lambda: None  # a load would do it
         elif part == "mapping":
             for processor in self.model_runner.lora_reload.lora.logits_processors:
                 processor.reset_sharded_to_full_mapping = lambda: None

@@ -36,6 +36,10 @@ class Engine:
         self.calls.append(("wake", tags))
         return "awake"
 
+    def add_lora(self, lora_request: Any) -> bool:
+        self.calls.append(("add lora", lora_request.lora_int_id))
+        return True
+
     def collective_rpc(self, method: str, timeout: float | None = None) -> Any:
         self.calls.append(("rpc", method, timeout) if timeout else ("rpc", method))
         if isinstance(self.statuses, Exception):
@@ -63,6 +67,9 @@ class AsyncEngine(EngineClient):
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
         return self.sync.wake_up(*args, **kwargs)
+
+    async def add_lora(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sync.add_lora(*args, **kwargs)
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
         return self.sync.collective_rpc(*args, **kwargs)
@@ -251,6 +258,35 @@ def test_marks_of_a_new_version() -> None:
     text = SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=None)
     guard._mark(text)
     assert text.cache_salt == "|adapter version 2" and text.mm_features is None
+
+
+def test_load_inplace_counts_once(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server sends it with every request of the name, and vLLM would read the files again before every step."""
+    marks: list[Any] = []
+    monkeypatch.setattr(seams, "requests_marked", lambda engine, mark: marks.append(mark))
+
+    class FrameworksOwn(type(seams.lora_request("a", 1, "b"))):  # type: ignore[misc]
+        """With tensors."""
+
+    def sent(name: str = "a", number: int = 1, path: str = "/a", kind: Any = None, inplace: bool = True) -> Any:
+        lora = (kind or type(added))(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=inplace)
+        request = SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=None)
+        marks[0](request)
+        assert lora.load_inplace is inplace, "the server's own stays as it is"
+        return request.lora_request.load_inplace
+
+    added = seams.lora_request("a", 1, "/a")
+    guarded("add_lora", added)
+    assert marks == [], "without it nothing is looked at"
+    added.load_inplace = True
+    guarded("add_lora", added)
+    guarded("add_lora", FrameworksOwn(lora_name="c", lora_int_id=3, lora_path="/c", load_inplace=True))
+    assert len(marks) == 1
+    assert sent() is False
+    assert sent(path="/other") is sent(number=2) is sent("c", 3, "/c", FrameworksOwn) is True
+    assert sent(inplace=False) is False
+    marks[0](SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None))
+    assert [call for call in guarded.take() if call[0] == "add lora"] == [("add lora", n) for n in (1, 1, 3)]
 
 
 def test_what_workers_said_before_a_sleep_does_not_count_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

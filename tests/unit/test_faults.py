@@ -63,7 +63,7 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    part = type("Part", (), {"storages": set(), "save": lambda s: None, "restore": lambda s: None})
+    part = type("Part", (), {"storages": set(), "save": lambda s: None, "restore": lambda s: None, "lost": False})
     monkeypatch.setattr(session, "LoRAState", lambda *args: part())
     monkeypatch.setattr(session, "UnregisteredTensors", lambda *args, known, more: part())
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: True)
@@ -136,9 +136,9 @@ def test_control_during_a_status_question_is_not_forgotten(monkeypatch: pytest.M
         with pytest.raises(RuntimeError):
             await engine.collective_rpc("reload_weights")
         engine.answer.set()
-        await first
-        with pytest.raises(WeightsMissingError):
-            await engine.add_request("second")
+        for request in (first, engine.add_request("second")):
+            with pytest.raises(WeightsMissingError):
+                await request
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from tests.support.manager import adapter, make_manager
 from tests.support.wrapped import Wrapper
 from vllm_lora_reload import adapters as adapters_module
 from vllm_lora_reload import seams
-from vllm_lora_reload.adapters import Adapters, ReadsAdapters, Staged
+from vllm_lora_reload.adapters import Adapters, Staged
 from vllm_lora_reload.lora_state import LoRAState
 from vllm_lora_reload.slots import SlotWrite, Stack
 from vllm_lora_reload.tensors import storage_key
@@ -242,50 +242,6 @@ def test_an_id_that_has_gone_to_another_name(adapters: Adapters, manager: Any) -
     manager.remove_adapter(5)
     adapters._staged["third"] = Staged("third", adapter(5), None)
     assert adapters.commit("third") == 2
-
-
-@pytest.mark.parametrize("change", ["none", "updated", "gone", "written", "elsewhere", "tensors", "removed", "evicted"])
-def test_load_inplace_counts_once(change: str, adapters: Adapters, manager: Any, tmp_path: Path) -> None:
-    """A server sends it with every request of the name."""
-    read: list[int] = []
-
-    class Requests(type(seams.lora_request("a", 1, "b"))):  # type: ignore[misc]
-        """A framework's own."""
-
-    def load(request: Any) -> Any:
-        read.append(request.lora_int_id)
-        return adapter(request.lora_int_id)
-
-    (tmp_path / "adapter_config.json").write_text("{}")
-    request = seams.lora_request("a", 2, str(tmp_path))
-    request.load_inplace = True
-    adapters.read(request, load)
-    if change == "updated":
-        adapters._staged["token"] = Staged("a", adapter(2), None)
-        adapters.commit("token")
-    elif change == "gone":
-        (tmp_path / "adapter_config.json").unlink()
-    elif change == "written":
-        (tmp_path / "adapter_config.json").write_text("{ }")
-    elif change == "elsewhere":
-        request.lora_path = "/elsewhere"
-    elif change == "tensors":
-        request = Requests(lora_name="a", lora_int_id=2, lora_path=str(tmp_path), load_inplace=True)
-    elif change == "removed":
-        adapters.forget(2)
-        manager.remove_adapter(2)
-    elif change == "evicted":
-        manager.remove_adapter(2)
-    batch: list[Any] = []
-    Base = type("Base", (), {"_apply_adapters": lambda self, requests: batch.extend(requests)})
-    worker_manager = type("Manager", (ReadsAdapters, Base), {})()
-    worker_manager.lora_reload = adapters
-    worker_manager._apply_adapters({request})
-    again = change in ("written", "elsewhere", "tensors", "removed", "evicted")
-    assert [each.load_inplace for each in batch] == [again]
-    assert batch[0].lora_int_id == 2 and request.load_inplace, "the server's own is as it was"
-    plain = seams.lora_request("b", 3, "/nowhere")
-    assert adapters.settled(plain) is plain
 
 
 def test_a_rank_that_cannot_read_takes_part(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
