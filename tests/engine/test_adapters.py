@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import make_adapter
+from tests.support.checkpoints import PEFT_CONFIG, make_adapter
 from tests.support.engine import Engine
 from vllm_lora_reload import AdapterMissingError, AdapterRefusedError, AsleepError, WeightsMissingError, update_adapter
 from vllm_lora_reload.diagnosis import adapter_rank
@@ -20,7 +20,6 @@ from vllm_lora_reload.settings import Settings
 
 pytestmark = pytest.mark.engine
 SLOTS = 6
-CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "peft_type": "LORA"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def answers(engine: Engine, request: Any) -> list[list[int]]:
 
 def update(engine: Engine, number: int, name: str = "policy", **changes: Any) -> Any:
     """Give `name` the weights of the engine's own adapter `number`, which are known to answer differently."""
-    return update_adapter(engine.llm, name, tensors(engine, number) | changes, CONFIG)
+    return update_adapter(engine.llm, name, tensors(engine, number) | changes, PEFT_CONFIG)
 
 
 def sleep_and_wake(engine: Engine, level: int) -> None:
@@ -104,7 +103,7 @@ def test_update_of_an_adapter_that_came_from_files(engine: Engine) -> None:
 def test_what_trainers_have(engine: Engine, form: str) -> None:
     import peft
 
-    given, config = tensors(engine, 2), CONFIG
+    given, config = tensors(engine, 2), PEFT_CONFIG
     if form == "peft model's names":
         given = {
             name.replace(".weight", ".default.weight") if "lora_embedding" not in name else f"{name}.default": tensor
@@ -158,14 +157,14 @@ def test_names_of_a_wrapped_model_are_refused(engine: Engine, inside: str) -> No
     """Of a compiled or a distributed one. vLLM finds no module of such a name, and answers with the base model."""
     given = {n.replace("base_model.model.", f"base_model.model.{inside}"): t for n, t in tensors(engine, 2).items()}
     with pytest.raises(AdapterRefusedError, match=f"the model has no place for {inside}lm_head, .* and 13 more"):
-        update_adapter(engine.llm, "policy", given, CONFIG)
+        update_adapter(engine.llm, "policy", given, PEFT_CONFIG)
 
 
 def test_half_of_a_pair_is_refused(engine: Engine) -> None:
     given = tensors(engine, 2)
     del given[DOWN.format("B")]
     with pytest.raises(AdapterRefusedError, match=r"down_proj has lora_A but no lora_B"):
-        update_adapter(engine.llm, "policy", given, CONFIG)
+        update_adapter(engine.llm, "policy", given, PEFT_CONFIG)
     assert "policy" not in engine.llm.collective_rpc("lora_reload_adapters")[0]
 
 
@@ -246,7 +245,7 @@ def test_tensors_that_share_memory(engine: Engine) -> None:
     for name, tensor in given.items():
         views[name] = whole[start : start + tensor.numel()].view(tensor.shape)
         start += tensor.numel()
-    done = update_adapter(engine.llm, "policy", views, CONFIG)
+    done = update_adapter(engine.llm, "policy", views, PEFT_CONFIG)
     assert answers(engine, done.lora_request) == engine.before["adapter 2"]
 
 
@@ -274,7 +273,7 @@ def test_update_needs_something_to_update(engine: Engine) -> None:
     with pytest.raises(TypeError, match="tensors and peft_config, or path"):
         update_adapter(engine.llm, "policy")
     with pytest.raises(TypeError, match="tensors and peft_config, or path"):
-        update_adapter(engine.llm, "policy", tensors(engine, 1), CONFIG, path="x")
+        update_adapter(engine.llm, "policy", tensors(engine, 1), PEFT_CONFIG, path="x")
 
 
 # --- While asleep -------------------------------------------------------------------------------------------------

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
-from .checkpoints import make_adapter, make_checkpoint
-from .scenario import PROMPTS, Cycle, Report, Scenario, engine_args
+from .checkpoints import PEFT_CONFIG, make_adapter, make_checkpoint
+from .scenario import Cycle, Report, Scenario, asker, engine_args, main
 
 MODULE = "tests.support.adapter_cycles"
-CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "peft_type": "LORA"}
 
 
 def observe(scenario: Scenario, folder: Path) -> Report:
     """Each cycle's ``same`` says of every adapter whether it answers as the weights that it should have now."""
     from safetensors.torch import load_file
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     from vllm_lora_reload import update_adapter
@@ -38,20 +34,15 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     for name in names:
         shutil.copytree(folder / "weights1", folder / name)
     llm = LLM(**engine_args(dataclasses.replace(scenario, adapters=6), checkpoint))
-    greedy = SamplingParams(temperature=0, max_tokens=scenario.max_tokens, ignore_eos=True)
-
-    def ask(request: Any) -> list[list[int]]:
-        outputs = llm.generate(list(PROMPTS), greedy, lora_request=request, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
+    ask = asker(llm, scenario)
     requests = {name: LoRARequest(name, number, str(folder / name)) for number, name in enumerate(names, 1)}
-    requests["tensors"] = update_adapter(llm, "tensors", weights[1], CONFIG).lora_request
+    requests["tensors"] = update_adapter(llm, "tensors", weights[1], PEFT_CONFIG).lora_request
     base = ask(None)
     for request in requests.values():
         ask(request)
     expected = {}
     for seed in (1, 2):
-        reference = update_adapter(llm, "reference", weights[seed], CONFIG).lora_request
+        reference = update_adapter(llm, "reference", weights[seed], PEFT_CONFIG).lora_request
         ask(reference)
         expected[seed] = ask(reference)
     llm.llm_engine.pin_lora(1)
@@ -67,7 +58,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
             shutil.copytree(folder / f"weights{now}", new)
             shutil.rmtree(folder / "changed")
             new.rename(folder / "changed")
-            update_adapter(llm, "tensors", weights[now], CONFIG)
+            update_adapter(llm, "tensors", weights[now], PEFT_CONFIG)
             llm.wake_up(["weights"])
             llm.collective_rpc("reload_weights")
             llm.wake_up(["kv_cache"])
@@ -86,13 +77,5 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     return Report(0, [], len({json.dumps(answer) for answer in answers}), cycles)
 
 
-def main(config: str, out: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        report = observe(Scenario(**json.loads(config)), Path(folder))
-    Path(out).write_text(json.dumps(dataclasses.asdict(report)))
-    sys.stdout.flush()
-    os._exit(0)  # as in `scenario`
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:], observe=observe)

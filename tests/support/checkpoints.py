@@ -22,6 +22,12 @@ VOCAB_SIZE = 512
 MAX_POSITIONS = 512
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
 
+PEFT_CONFIG = {
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj"],
+    "peft_type": "LORA",
+}  # for `make_adapter`'s tensors
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EMBEDDINGS = ("embed_tokens", "lm_head")

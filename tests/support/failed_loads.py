@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import make_adapter, make_checkpoint
-from .scenario import PROMPTS, Cycle, Report, Scenario, engine_args
+from .checkpoints import PEFT_CONFIG, make_adapter, make_checkpoint
+from .scenario import Cycle, Report, Scenario, asker, differing, engine_args, main
 
 MODULE = "tests.support.failed_loads"
-CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "peft_type": "LORA"}
 IN_A_ROW = 12  # vLLM's queues hold ten replies
 
 
@@ -23,7 +19,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     """One cycle for every fault. ``same`` says what was as it should be; so does the key of what was not, in words."""
     import torch
     from safetensors.torch import load_file
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     from vllm_lora_reload import AdapterRefusedError, WeightsMissingError, update_adapter
@@ -34,12 +30,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     request = LoRARequest("adapter", 1, str(folder / "adapter"))
     llm = LLM(**engine_args(scenario, checkpoint))
     ranks = range(scenario.engine["tensor_parallel_size"])
-    greedy = SamplingParams(temperature=0, max_tokens=scenario.max_tokens, ignore_eos=True)
-
-    def ask(lora_request: Any) -> list[list[int]]:
-        outputs = llm.generate(list(PROMPTS), greedy, lora_request=lora_request, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
+    ask = asker(llm, scenario)
     requests = {"base": None, "adapter": request}
     for who in requests.values():
         ask(who)
@@ -60,7 +51,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
 
     def refused_update() -> str:
         spoiled = weights | {name: torch.full_like(weights[name], torch.nan) for name in list(weights)[:1]}
-        return told(lambda: update_adapter(llm, "spoiled", spoiled, CONFIG), AdapterRefusedError)
+        return told(lambda: update_adapter(llm, "spoiled", spoiled, PEFT_CONFIG), AdapterRefusedError)
 
     def expect(cycle: Cycle, what: str, seen: Any, right: bool) -> None:
         cycle.same[what if right else f"{what}, not: {seen}"[:500]] = right
@@ -75,10 +66,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
         expect(cycle, "every rank's refusal is told", why, all(f"rank {rank}: " in why for rank in ranks))
 
     def finish(cycle: Cycle, digests: list[dict[str, str]]) -> None:
-        now = llm.collective_rpc("pool_digests")
-        cycle.bytes_differ = [
-            f"rank {rank}: {name}" for rank in ranks for name in digests[rank] if now[rank][name] != digests[rank][name]
-        ]
+        cycle.bytes_differ = differing(digests, llm.collective_rpc("pool_digests"))
         for name, who in requests.items():
             cycle.same[name] = ask(who) == before[name]
 
@@ -114,13 +102,5 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     return Report(0, [], len({json.dumps(answer) for answer in before.values()}), cycles)
 
 
-def main(config: str, out: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        report = observe(Scenario(**json.loads(config)), Path(folder))
-    Path(out).write_text(json.dumps(dataclasses.asdict(report)))
-    sys.stdout.flush()
-    os._exit(0)  # as in `scenario`
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:], observe=observe)

@@ -157,9 +157,32 @@ def engine_args(scenario: Scenario, checkpoint: Path) -> dict[str, Any]:
     return args | scenario.engine
 
 
+def asker(llm: Any, scenario: Scenario) -> Callable[[Any], list[list[int]]]:
+    """What gives the greedy tokens of every prompt, for a ``LoRARequest`` or None."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=scenario.max_tokens, ignore_eos=True)
+
+    def ask(request: Any) -> list[list[int]]:
+        outputs = llm.generate(list(PROMPTS), greedy, lora_request=request, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return ask
+
+
+def differing(before: list[dict[str, str]], now: list[dict[str, str]]) -> list[str]:
+    """Tensors of which ranks' ``pool_digests`` differ."""
+    return [
+        f"rank {rank}: {name}"
+        for rank, (old, new) in enumerate(zip(before, now, strict=True))
+        for name in old
+        if new[name] != old[name]
+    ]
+
+
 def observe(scenario: Scenario, folder: Path) -> Report:
     """Make checkpoint and adapters in `folder`, start the engine, run the cycles."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     from .checkpoints import make_adapter, make_checkpoint
@@ -174,16 +197,10 @@ def observe(scenario: Scenario, folder: Path) -> Report:
 
         checkpoint = quantize(checkpoint, folder / "quantized", scenario.quantization)
     llm = LLM(**engine_args(scenario, checkpoint))
-    greedy = SamplingParams(temperature=0, max_tokens=scenario.max_tokens, ignore_eos=True)
+    ask = asker(llm, scenario)
 
     def answers() -> dict[str, list[list[int]]]:
-        return {
-            name: [
-                list(o.outputs[0].token_ids)
-                for o in llm.generate(list(PROMPTS), greedy, lora_request=request, use_tqdm=False)
-            ]
-            for name, request in requests.items()
-        }
+        return {name: ask(request) for name, request in requests.items()}
 
     answers()  # adapters load here, so that every later call finds the engine in the same state
     before = answers()
@@ -230,12 +247,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
             if "lora_reload" in os.environ.get("VLLM_PLUGINS", ""):
                 found = [status["last_restore"] for status in llm.collective_rpc("lora_reload_status")]
                 cycle.restored = [last and last["source"] for last in found]
-            cycle.bytes_differ = [
-                f"rank {rank}: {name}"
-                for rank, (old, new) in enumerate(zip(digests, now, strict=True))
-                for name in old
-                if new[name] != old[name]
-            ]
+            cycle.bytes_differ = differing(digests, now)
             start = time.perf_counter()
             after = answers()
             cycle.seconds["answers"] = time.perf_counter() - start
@@ -357,7 +369,8 @@ class NcclTrainer:
         self._session(info, [indices, old], **start)
 
 
-def main(config: str, out: str) -> None:
+def main(config: str, out: str, *, observe: Callable[[Scenario, Path], Report] = observe) -> None:
+    """What `run` starts; other modules have an `observe` of their own."""
     with tempfile.TemporaryDirectory() as folder:
         report = observe(Scenario(**json.loads(config)), Path(folder))
     Path(out).write_text(json.dumps(dataclasses.asdict(report)))

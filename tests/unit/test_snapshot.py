@@ -499,12 +499,20 @@ class Worker:
             time.sleep(0.005)
         return self.keeper.state()
 
-    def change(self) -> None:
+    def change(self, by: int = 1) -> None:
         """A load that brings another value."""
         self.keeper.hold()
-        self.tensors["odd"] += 1
+        self.tensors["odd"] += by
         self.keeper.loaded()
         self.keeper.release(True)
+
+    def outdate(self) -> None:
+        """Other weights are loaded, and it is noticed that the snapshot does not have them."""
+        self.change()
+        self.keeper.hold()
+        self.keeper.compare()
+        self.keeper.release(True)
+        assert self.keeper.state()["state"] == "none"
 
     def sleep(self) -> None:
         self.keeper.hold()
@@ -922,11 +930,7 @@ def test_a_load_while_it_is_being_looked_for(tmp_path: Path, monkeypatch: pytest
     """It is looked for again, by what is in memory then."""
     worker = Worker(tmp_path).start()
     worker.wait()
-    worker.change()
-    worker.keeper.hold()
-    worker.keeper.compare()
-    worker.keeper.release(True)
-    assert worker.keeper.state()["state"] == "none"
+    worker.outdate()
     looking, go = threading.Event(), threading.Event()
     find = Snapshot.find
 
@@ -936,9 +940,7 @@ def test_a_load_while_it_is_being_looked_for(tmp_path: Path, monkeypatch: pytest
         return find(*args)
 
     monkeypatch.setattr(Snapshot, "find", slow)
-    worker.keeper.hold()
-    worker.keeper.loaded()
-    worker.keeper.release(True)
+    worker.change(by=0)
     assert looking.wait(10)
     worker.keeper.hold()
     worker.tensors["odd"] -= 1
@@ -953,10 +955,7 @@ def test_a_load_while_it_is_being_looked_for(tmp_path: Path, monkeypatch: pytest
 def test_nothing_comes_of_a_look_that_a_request_has_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(tmp_path).start()
     worker.wait()
-    worker.change()
-    worker.keeper.hold()
-    worker.keeper.compare()
-    worker.keeper.release(True)
+    worker.outdate()
     looking, go = threading.Event(), threading.Event()
 
     def fails(*args: Any) -> Snapshot:
@@ -966,9 +965,7 @@ def test_nothing_comes_of_a_look_that_a_request_has_overtaken(tmp_path: Path, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(Snapshot, "find", fails)
-        worker.keeper.hold()
-        worker.keeper.loaded()
-        worker.keeper.release(True)
+        worker.change(by=0)
         look = worker.keeper._job
         assert look and look.thread and looking.wait(10)
     assert worker.keeper.take()["state"] == "valid"
