@@ -350,8 +350,11 @@ def restart_row(variants: dict[str, Any]) -> list[str]:
 
 def wrong(variants: dict[str, Any]) -> list[str]:
     """Those that failed, or had other bytes after a cycle."""
-    exact = {name: all(cycle["exact"] for cycle in found["cycles"]) for name, found in variants.items()}
-    return [name for name, found in variants.items() if found["error"] or not exact[name]]
+    return [
+        name
+        for name, found in variants.items()
+        if found["error"] or not all(cycle["exact"] for cycle in found["cycles"])
+    ]
 
 
 def ratios(variants: dict[str, Any]) -> list[dict[str, Any]]:

@@ -142,19 +142,21 @@ class Guard:
 
     def _mark(self, request: Any) -> None:
         lora = request.lora_request
-        number = getattr(lora, "lora_int_id", None)
-        if getattr(lora, "load_inplace", False) and self.inplace.get(number or 0) == lora.lora_path:
-            request.lora_request = seams.loaded_once(lora)
-        if number not in self.versions:
+        if lora is None:
             return
-        version = f"|adapter version {self.versions[number]}"
+        if getattr(lora, "load_inplace", False) and self.inplace.get(lora.lora_int_id) == lora.lora_path:
+            request.lora_request = seams.loaded_once(lora)
+        if lora.lora_int_id not in self.versions:
+            return
+        version = f"|adapter version {self.versions[lora.lora_int_id]}"
         request.cache_salt = f"{request.cache_salt or ''}{version}"
-        # What encoders made of images is known by these names; they bear the adapter's where it changes that.
-        own = f"{request.lora_request.lora_name}:"
-        request.mm_features = [
-            replace(each, identifier=each.identifier + version) if each.identifier.startswith(own) else each
-            for each in request.mm_features or ()
-        ] or request.mm_features
+        if request.mm_features:
+            # What encoders made of images is known by these names; they bear the adapter's where it changes that.
+            own = f"{lora.lora_name}:"
+            request.mm_features = [
+                replace(each, identifier=each.identifier + version) if each.identifier.startswith(own) else each
+                for each in request.mm_features
+            ]
 
 
 def _is_status(answer: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,25 +19,39 @@ def annotate(error: Exception, note: str) -> None:
         error.add_note(note)
 
 
+# Settings that change what an adapter's tensors mean.
+_SPECIAL = (
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_bdlora",
+    "use_qalora",
+)
+
+
 def adapter_rank(folder: str) -> int | None:
     """The ``r`` that a PEFT folder's config states, if it can be read."""
     try:
-        return int(json.loads(Path(folder, "adapter_config.json").read_text())["r"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(_peft_config(folder)["r"])
+    except (ValueError, KeyError, TypeError):
         return None
-
-
-_PATTERNS = ("rank_pattern", "alpha_pattern")
-_SPECIAL = (*_PATTERNS, "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora")
 
 
 def special_settings(folder: str) -> set[str]:
     """Which settings of a PEFT folder's config, if it can be read, change what its tensors mean."""
+    config = _peft_config(folder)
+    return {name for name in _SPECIAL if config.get(name)}
+
+
+def _peft_config(folder: str) -> dict[str, Any]:
+    """Empty if it cannot be read."""
     try:
         config = json.loads(Path(folder, "adapter_config.json").read_text())
-        return {name for name in _SPECIAL if config.get(name)}
-    except (OSError, ValueError, AttributeError):
-        return set()
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def where(tensor: str | None, folder: Path | None) -> str | None:

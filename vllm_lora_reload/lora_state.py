@@ -47,6 +47,7 @@ class LoRAState:
         stacks: dict[int, torch.Tensor] = {}
         self.stack_of: dict[int, Stack] = {}
         metadata: dict[int, torch.Tensor] = {}
+        slots = len(seams.slots(manager))
         self._with_metadata: list[Any] = []  # wrappers that mark in a small tensor which slots are in use
         for owner in (*wrappers, *punica):
             owned: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -57,7 +58,7 @@ class LoRAState:
             for key, of in owned.items():
                 if key not in beside:
                     where = names.get(owner, type(owner).__name__)
-                    name, stacks[key] = _whole_stack(of, len(seams.slots(manager)), where)
+                    name, stacks[key] = _whole_stack(of, slots, where)
                     self.stack_of[key] = Stack(where, _filled(owner, name), stacks[key].shape[1:])
             metadata |= beside
             if beside and owner not in punica:

@@ -18,7 +18,6 @@ import functools
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .base_view import checkpoint_name
 from .coverage import Coverage, FirstLoad, Identities, Region, WriteRecorder, identity, region
 from .ring import Piece, Ring
-from .snapshot import file_states
+from .snapshot import FileStates, file_state, file_states
 from .tensors import SAFETENSORS_DTYPES, written_by
 
 if TYPE_CHECKING:
@@ -90,10 +89,11 @@ class Checkpoint:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.tensors: dict[str, Stored] = {}
-        self._states = file_states(files)
-        for file in self._states:
+        self._states: FileStates = {}
+        for file in dict.fromkeys(files):
             with file.open("rb") as opened:
-                for name, stored in _header(file, opened, os.fstat(opened.fileno()).st_size):
+                self._states[file] = file_state(opened)
+                for name, stored in _header(file, opened, self._states[file][0]):
                     if name in self.tensors:
                         raise NoReplay(f"{name} is in {self.tensors[name].file} and again in {file}")
                     self.tensors[name] = stored

@@ -9,7 +9,6 @@ The shape of the loop (a worker that knows nothing of models, fed with offsets) 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import itertools
@@ -22,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Literal, TypeVar
@@ -147,7 +146,7 @@ class Pinned:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._map = mmap.mmap(-1, nbytes)
-        with contextlib.suppress(AttributeError, OSError):  # not every kernel has them
+        with suppress(AttributeError, OSError):  # not every kernel has them
             self._map.madvise(mmap.MADV_HUGEPAGE)  # pinning goes page by page
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         address = None

@@ -721,7 +721,6 @@ def unmapping_noticed(vllm_config: Any) -> Iterator[Callable[[], bool]]:
         yield lambda: True
         return
     begun = False
-
     allocator = _find("vllm.device_allocator.cumem", "CuMemAllocator")
     real = allocator.sleep
 

@@ -549,20 +549,29 @@ def _stream(
         output.write(filled)
 
 
-FileStates = dict[Path, tuple[int, int, int]]
+FileState = tuple[int, int, int]
+FileStates = dict[Path, FileState]
+
+
+def file_state(opened: IO[bytes]) -> FileState:
+    """Size, time of the last change and inode: other ones, and a file has been written or replaced.
+
+    Of an open file: a network file system asks its server when one is opened; by name, the answer may be a minute old.
+    """
+    stat = os.fstat(opened.fileno())
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def file_states(files: Iterable[Path]) -> FileStates:
-    """Size, time of the last change and inode: other ones, and a file has been written or replaced.
+    """`file_state` of each.
 
     Raises:
         OSError: one is gone.
     """
     states = {}
     for file in files:
-        with file.open("rb") as opened:  # a network file system asks its server then; `stat` alone may be a minute old
-            stat = os.fstat(opened.fileno())
-            states[file] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        with file.open("rb") as opened:
+            states[file] = file_state(opened)
     return states
 
 

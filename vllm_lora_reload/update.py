@@ -40,6 +40,9 @@ class UpdatedAdapter:
     lora_request: Any
 
 
+Steps = Generator[Call, list[Any], UpdatedAdapter]
+
+
 def update_adapter(
     engine: Any,
     name: str,
@@ -82,7 +85,7 @@ def update_adapter(
 
 def _protocol(
     front: Any, name: str, tensors: Mapping[str, Any] | None, peft_config: Any, path: str | Path | None
-) -> Generator[Call, list[Any], UpdatedAdapter]:
+) -> Steps:
     """Yields calls to make on all workers and takes their answers."""
     known: dict[str, Any] = (yield "lora_reload_adapters", {})[0]
     used = (yield "list_loras", {})[0]
@@ -119,35 +122,39 @@ def _free_number(known: Mapping[str, Any], used: Any) -> int:
     return highest + 1
 
 
-def _run(front: Any, protocol: Generator[Call, list[Any], UpdatedAdapter]) -> UpdatedAdapter:
-    method, kwargs = next(protocol)
-    while True:
+def _run(front: Any, protocol: Steps) -> UpdatedAdapter:
+    step: Call | UpdatedAdapter = next(protocol)
+    while not isinstance(step, UpdatedAdapter):
+        method, kwargs = step
         try:
-            try:
-                answers = front.collective_rpc(method, kwargs=kwargs)
-            except Exception as error:
-                method, kwargs = protocol.throw(error)
-            else:
-                method, kwargs = protocol.send(answers)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            outcome = front.collective_rpc(method, kwargs=kwargs)
+        except Exception as error:
+            outcome = error
+        step = _resumed(protocol, outcome)
+    return step
 
 
-async def _run_async(front: Any, protocol: Generator[Call, list[Any], UpdatedAdapter]) -> UpdatedAdapter:
-    method, kwargs = next(protocol)
-    while True:
+async def _run_async(front: Any, protocol: Steps) -> UpdatedAdapter:
+    step: Call | UpdatedAdapter = next(protocol)
+    while not isinstance(step, UpdatedAdapter):
+        method, kwargs = step
         try:
-            try:
-                answers = await front.collective_rpc(method, kwargs=kwargs)
-            except Exception as error:
-                method, kwargs = protocol.throw(error)
-            else:
-                method, kwargs = protocol.send(answers)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            outcome = await front.collective_rpc(method, kwargs=kwargs)
+        except Exception as error:
+            outcome = error
+        step = _resumed(protocol, outcome)
+    return step
 
 
-async def _to_its_end(front: Any, protocol: Generator[Call, list[Any], UpdatedAdapter]) -> UpdatedAdapter:
+def _resumed(protocol: Steps, outcome: list[Any] | Exception) -> Call | UpdatedAdapter:
+    """The call to make next, or the result, given the workers' answers to the last call or its error."""
+    try:
+        return protocol.throw(outcome) if isinstance(outcome, Exception) else protocol.send(outcome)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+async def _to_its_end(front: Any, protocol: Steps) -> UpdatedAdapter:
     """Also if the caller stops waiting: workers and front end have to agree about what was swapped in."""
     task = asyncio.ensure_future(_run_async(front, protocol))
     tasks = front.lora_reload.updates  # the event loop alone does not keep them
