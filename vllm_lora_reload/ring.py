@@ -399,6 +399,7 @@ class Ring:
             self._warming.set()
             self._running = running
         try:
+            running.submit(int).result()  # an interrupt while its thread starts would not wait for that thread
             missed = running.submit(self._read, wanted).result()
         finally:
             self._finish()
