@@ -220,6 +220,38 @@ def test_an_interrupt_ends_the_read_and_then_frees_what_it_used(
     ring.close()
 
 
+def test_an_interrupt_while_a_thread_starts_leaves_no_read_behind(
+    kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor does not know the thread yet, and would not wait for it."""
+    begun, ended = threading.Event(), threading.Event()
+    start, close, real = kind.start, kind.close, threading.Thread.start
+
+    def started(self: Any, *args: Any) -> None:
+        begun.set()
+        start(self, *args)
+
+    def slow(self: Any) -> None:
+        time.sleep(0.5)
+        close(self)
+        ended.set()
+
+    def interrupted(self: threading.Thread) -> None:
+        real(self)
+        if threading.current_thread() is threading.main_thread():
+            begun.wait(0.2)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "start", started)
+    monkeypatch.setattr(kind, "close", slow)
+    ring = Ring(CPU, threads=1, chunk=PAGE, reader="buffered")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        ring.read({file: [Piece(0, torch.empty(9, dtype=torch.uint8))]})
+    assert begun.is_set() is ended.is_set()
+    ring.close()
+
+
 def test_buffers_are_not_freed_under_a_read_that_was_left_behind(
     kind: type[Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
