@@ -1,6 +1,16 @@
-"""Environment of every test process, set before vLLM is imported."""
+"""Environment of every test process, set before vLLM is imported.
+
+With ``TESTS_AS_CPU=avx2`` vLLM loads the operators that it has for CPUs without AVX-512, here and in child processes.
+"""
 
 import os
+import runpy
+from pathlib import Path
+
+if (kind := os.environ.get("TESTS_AS_CPU")) is not None:
+    folder = Path(__file__).parent / "support" / kind
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    runpy.run_path(str(folder / "sitecustomize.py"))
 
 os.environ.update(
     VLLM_PLUGINS="lora_reload",

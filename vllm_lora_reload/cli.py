@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .settings import KEY
+from .settings import KEY, PREFIXES, in_config
 
 PROG = "vllm-lora-reload"
 ROOT = Path(__file__).parents[1]  # of a source tree
-_SNAPSHOT_DIR = "VLLM_LORA_RELOAD_SNAPSHOT_DIR"
+_SNAPSHOT_DIRS = [f"{prefix}SNAPSHOT_DIR" for prefix in PREFIXES]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     doctor = commands.add_parser("doctor", help="look for what keeps this package from working here")
-    doctor.add_argument("--snapshot-dir", type=Path, metavar="DIR", help=f"default: ${_SNAPSHOT_DIR}")
+    doctor.add_argument("--snapshot-dir", type=Path, metavar="DIR", help=f"default: ${_SNAPSHOT_DIRS[0]}")
     doctor.add_argument("--verify", action="store_true", help="read every snapshot and compare its digests")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "--enforce-eager to start sooner.",
         allow_abbrev=False,
     )
-    snapshot.add_argument("--snapshot-dir", type=Path, metavar="DIR", help=f"default: ${_SNAPSHOT_DIR}")
+    snapshot.add_argument("--snapshot-dir", type=Path, metavar="DIR", help=f"default: ${_SNAPSHOT_DIRS[0]}")
 
     for name, module, text in (
         ("demo", "benchmarks.demo", "show sleep and reload with this package and without it"),
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _snapshot_dir(args: argparse.Namespace) -> Path | None:
-    given = args.snapshot_dir or os.environ.get(_SNAPSHOT_DIR)
+    given = args.snapshot_dir or next((os.environ[name] for name in _SNAPSHOT_DIRS if name in os.environ), None)
     return Path(given).expanduser().absolute() if given else None
 
 
@@ -129,7 +129,7 @@ def snapshot(args: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         arguments = seams.engine_arguments(rest, f"{PROG} snapshot")
         given = arguments.get("additional_config") or {}
-        of_package = {**given.get(KEY, {}), "snapshot_dir": str(folder)}
+        of_package = {**in_config(given), "snapshot_dir": str(folder)}
         arguments |= {"enable_lora": True, "additional_config": {**given, KEY: of_package}}
         engine = seams.offline_engine(**arguments)
         ranks = engine.collective_rpc("lora_reload_take_snapshot")

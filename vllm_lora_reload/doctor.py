@@ -27,12 +27,11 @@ from .checksum import digests
 from .errors import SeamMissingError, SettingError, SnapshotError
 from .pagecache import available_memory
 from .ring import Piece, Pinned, Ring
-from .settings import KEY, Settings
+from .settings import KEY, PREFIXES, Settings
 from .snapshot import Entry, Manifest, Storage, digests_of, listed
 
 CPU = torch.device("cpu")
 _GROUP = "vllm.general_plugins"
-_PREFIX = f"VLLM_{KEY.upper()}_"
 _MEASURED = 4 << 30  # bytes of device memory that digests are timed on, at most
 _SAMPLE = 16 << 20  # of these are compared with the CPU's digests
 _BUS = 256 << 20  # copied to time the bus
@@ -142,9 +141,6 @@ def _settings_or_default() -> Settings:
 
 
 def settings_of_environment() -> Iterator[Check]:
-    known = {_PREFIX + field.name.upper() for field in fields(Settings)}
-    for name in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known):
-        yield warning("settings", f"{name} is no setting and does nothing; there are {', '.join(sorted(known))}")
     try:
         settings = Settings.of(None)
     except SettingError as error:
@@ -218,7 +214,7 @@ def pinned_memory(gpus: Sequence[torch.device], settings: Settings) -> Iterator[
             ring.prepare()
             taken = ring.nbytes
         except Exception as error:
-            yield problem("pinned memory", f"{device}: {_in_line(error)}: set {_PREFIX}RING_BYTES to less, 64M say")
+            yield problem("pinned memory", f"{device}: {_in_line(error)}: set {PREFIXES[0]}RING_BYTES to less, 64M say")
             continue
         finally:
             ring.close()

@@ -1,7 +1,8 @@
 """The ``vllm.general_plugins`` entry point.
 
 vLLM calls `register` in every process it starts, sometimes more than once. It hooks four constructors and
-nothing else; each hook looks at the finished object's config and extends that one object, only if LoRA is on.
+nothing else; each hook looks at the finished object's config and extends that one object, only if LoRA is on. Settings
+are checked before an engine starts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from . import seams
 from .errors import SeamMissingError
+from .settings import Settings, variables
 
 
 def register() -> None:
@@ -22,11 +24,12 @@ def register() -> None:
     """
     try:
         seams.hook_constructor(seams.WORKER, _extend_worker)
-        seams.hook_constructor(seams.OFFLINE_ENGINE, _extend_engine)
-        seams.hook_constructor(seams.ASYNC_ENGINE, _extend_engine)
+        seams.hook_constructor(seams.OFFLINE_ENGINE, _extend_engine, before=_check_settings)
+        seams.hook_constructor(seams.ASYNC_ENGINE, _extend_engine, before=_check_settings)
     except SeamMissingError as missing:
         seams.refuse_lora(missing)
     seams.hook_constructor(seams.EXECUTOR, _extend_executor, needed=False)
+    seams.variables_known(variables())
 
 
 def _extend_worker(worker: Any) -> None:
@@ -35,6 +38,12 @@ def _extend_worker(worker: Any) -> None:
 
         seams.check()
         extend(worker)
+
+
+def _check_settings(vllm_config: Any, *_: Any, **__: Any) -> None:
+    """Where the user sees the error, before any worker starts."""
+    if vllm_config.lora_config is not None:
+        Settings.of(vllm_config)
 
 
 def _extend_engine(engine: Any) -> None:

@@ -14,8 +14,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -92,11 +93,17 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None], needed: bool = True) -> None:
+def hook_constructor(
+    seam: tuple[str, str],
+    hook: Callable[[Any], None],
+    needed: bool = True,
+    before: Callable[..., None] | None = None,
+) -> None:
     """Call ``hook(obj)`` for every object of the class `seam`, from when its module is imported; import nothing now.
 
     Args:
         needed: whether LoRA is refused without the class.
+        before: called with the constructor's arguments before it runs.
 
     Raises:
         SeamMissingError: it is needed, and the module is imported and lacks the class, or does not exist.
@@ -105,13 +112,13 @@ def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None], needed:
 
     def install() -> None:
         try:
-            after_init(_find(module, name), hook)
+            after_init(_find(module, name), hook, before)
         except SeamMissingError as missing:
             if needed:
                 refuse_lora(missing)
 
     if needed and (module in sys.modules or importlib.util.find_spec(module) is None):
-        after_init(_find(module, name), hook)
+        after_init(_find(module, name), hook, before)
     elif module in sys.modules:
         install()
     elif not any(isinstance(finder, _AfterImport) and finder._module == module for finder in sys.meta_path):
@@ -153,14 +160,19 @@ def refuse_lora(missing: SeamMissingError) -> None:
     config.__init__ = __init__
 
 
-def after_init(cls: Any, hook: Callable[[Any], None]) -> None:
-    """Call ``hook(obj)`` whenever ``cls.__init__`` has run. A second call for the same class changes nothing."""
+def after_init(cls: Any, hook: Callable[[Any], None], before: Callable[..., None] | None = None) -> None:
+    """Call ``hook(obj)`` whenever ``cls.__init__`` has run, and `before` with its arguments when it is about to.
+
+    A second call for the same class changes nothing.
+    """
     init = cls.__init__
     if hasattr(init, _HOOK):
         return
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if before is not None:
+            before(*args, **kwargs)
         init(self, *args, **kwargs)
         hook(self)
 
@@ -178,6 +190,18 @@ def extend(obj: Any, mixin: type) -> None:
         obj.__class__ = type(
             cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         )
+
+
+def variables_known(names: Iterable[str]) -> None:
+    """Have vLLM take those of these environment variables that are set for its own.
+
+    It warns of names that begin with ``VLLM_`` and that it does not know, or does not start; and those that it knows it
+    copies to workers that Ray starts. The constant stands where values enter the key of compiled code.
+    """
+    known = _find("vllm.envs", "environment_variables")
+    for name in names:
+        if name in os.environ:
+            known.setdefault(name, lambda: None)
 
 
 # --- Executor -----------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ if __name__ == "__main__":
 
 def call(*command: str, plugins: str = "lora_reload") -> "subprocess.CompletedProcess[str]":
     """A fresh process, with engine cores and workers in processes of their own."""
-    environ = os.environ | {"VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = os.environ | {"VLLM_PLUGINS": plugins, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
     return subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=300)
 
 

@@ -24,7 +24,7 @@ def test_flat_loop_model() -> None:
     """MiniCPM's ``load_weights`` loops over ``named_parameters`` in every release: only the base view helps it."""
     scenario = Scenario(family="minicpm", control="view")
     # By vLLM's loader: the plan of the first load does not look at names.
-    check(run(scenario, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_LORA_RELOAD_REPLAY="off"), "view")
+    check(run(scenario, VLLM_ENABLE_V1_MULTIPROCESSING="1", LORA_RELOAD_REPLAY="off"), "view")
 
 
 @pytest.mark.parametrize("fully_sharded", [False, True])

@@ -23,6 +23,6 @@ def test_family(family: str) -> None:
 
 @pytest.mark.slow
 def test_setting_off() -> None:
-    report = run(Scenario(cycles=1), VLLM_LORA_RELOAD_REPLAY="off")
+    report = run(Scenario(cycles=1), LORA_RELOAD_REPLAY="off")
     assert report.right, report
     assert [cycle.restored for cycle in report.cycles] == [[None]]

@@ -31,7 +31,7 @@ def test_without_the_package_it_breaks() -> None:
 def test_each_part_is_needed(part: str) -> None:
     # By vLLM's loader: the plan of the first load does not look at names.
     scenario = Scenario(family="minicpm", cycles=1, on_gpu=True, control=part)
-    report = run(scenario, VLLM_LORA_RELOAD_REPLAY="off")
+    report = run(scenario, LORA_RELOAD_REPLAY="off")
     assert report.right, report
     assert report.control and not report.control.right
 

@@ -105,6 +105,17 @@ _METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = 
 
 METHODS: tuple[str, ...] = tuple(_METHODS)
 
+# What methods need of vLLM's library for the CPU. There is one for each kind of CPU, with different operators.
+_OPERATORS = dict.fromkeys(("awq", "gptq", "compressed-tensors"), "cpu_gemm_wna16")
+
+
+def missing_operator(method: str) -> str | None:
+    """Name of the operator of vLLM's that `method` needs on the CPU and that this kind of CPU has not got."""
+    from vllm import _custom_ops  # noqa: F401  # loads the library
+
+    operator = _OPERATORS.get(method)
+    return operator if operator and not hasattr(torch.ops._C, operator) else None
+
 
 def quantize(source: Path, target: Path, method: str) -> Path:
     """Write the checkpoint `source` into the folder `target`, quantized by one of `METHODS`, and return `target`.

@@ -36,7 +36,7 @@ def only(rows: Iterable[Check]) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the user's, and no change of the command's stays."""
-    for name in [name for name in os.environ if name.startswith("VLLM_LORA_RELOAD_")]:
+    for name in [name for name in os.environ if "LORA_RELOAD_" in name]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_PLUGINS", "lora_reload")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
@@ -119,7 +119,8 @@ def test_doctor_prints_and_exits(
     assert [line.split(maxsplit=2) for line in lines[:-1]] == [
         [row.status, row.name, row.detail] for row in (ROWS[name] for name in found)
     ]
-    monkeypatch.setenv("VLLM_LORA_RELOAD_SNAPSHOT_DIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_LORA_RELOAD_SNAPSHOT_DIR", "as it was called first")
+    monkeypatch.setenv("LORA_RELOAD_SNAPSHOT_DIR", str(tmp_path))
     assert cli.main(["doctor", "--json", "--verify"]) == status
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == found.count("problem") and report["warnings"] == found.count("warning")
@@ -161,13 +162,19 @@ def test_engine_arguments_are_those_of_vllm(started: dict[str, Any], tmp_path: P
 
 
 def test_other_settings_stay(started: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_LORA_RELOAD_SNAPSHOT_DIR", str(tmp_path))
+    monkeypatch.setenv("LORA_RELOAD_SNAPSHOT_DIR", str(tmp_path))
     config = {"lora_reload": {"snapshot": "never", "snapshot_dir": "elsewhere"}, "else": 1}
     assert cli.main(["snapshot", "/", "--additional-config", json.dumps(config)]) == 0
     assert started["additional_config"] == {
         "lora_reload": {"snapshot": "never", "snapshot_dir": str(tmp_path)},
         "else": 1,
     }
+
+
+def test_settings_that_are_none(started: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["snapshot", "/", "--snapshot-dir", "/s", "--additional-config", '{"lora_reload": 5}']) == 1
+    assert "additional_config['lora_reload'] is 5, not a mapping" in capsys.readouterr().err
+    assert "model" not in started
 
 
 @pytest.mark.parametrize("argv", [["--snapshot-dir", "/s"], ["m", "--snapshot-dir", "/s", "--no-such-option"]])
@@ -328,12 +335,15 @@ def test_plugin_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, [("ok", "sets none")]),
         ({"RING_BYTES": "64M", "VERIFY": "full"}, [("ok", f"from the environment: ring_bytes={64 << 20}")]),
         ({"ON_MISSING": "ignore"}, [("problem", "on_missing .*'ignore', not one of .*; correct it")]),
-        ({"SNAPSHOTDIR": "/s"}, [("warning", "VLLM_LORA_RELOAD_SNAPSHOTDIR is no setting"), ("ok", "sets none")]),
+        (
+            {"SNAPSHOTDIR": "/s"},
+            [("problem", "'LORA_RELOAD_SNAPSHOTDIR'; did you mean 'LORA_RELOAD_SNAPSHOT_DIR'.*; corr")],
+        ),
     ],
 )
 def test_settings(environ: dict[str, str], rows: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ.items():
-        monkeypatch.setenv(f"VLLM_LORA_RELOAD_{name}", value)
+        monkeypatch.setenv(f"LORA_RELOAD_{name}", value)
     found = list(doctor.settings_of_environment())
     assert [row.status for row in found] == [status for status, _ in rows]
     for row, (_, text) in zip(found, rows, strict=True):
@@ -689,7 +699,7 @@ def test_a_check_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyP
         raise RuntimeError("who knows")
 
     monkeypatch.setattr(seams, "max_lora_ranks", ranks)
-    monkeypatch.setenv("VLLM_LORA_RELOAD_VERIFY", "perhaps")
+    monkeypatch.setenv("LORA_RELOAD_VERIFY", "perhaps")
     found = {row.name: row for row in doctor.examine(None, False)}
     assert found["max_lora_rank"].status == found["settings"].status == "problem"
     assert "RuntimeError: who knows" in found["max_lora_rank"].detail

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from vllm.config import CacheConfig, LoRAConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.worker_base import WorkerBase
 
-from vllm_lora_reload import SeamMissingError, plugin, seams
+from vllm_lora_reload import SeamMissingError, SettingError, plugin, seams
 from vllm_lora_reload.client import GuardedAsyncLLM, GuardedLLMEngine
 from vllm_lora_reload.worker import LoRAReloadWorker
 
@@ -96,6 +97,51 @@ def test_each_object_is_extended_by_one_hook_call(monkeypatch: pytest.MonkeyPatc
         plugin.register()
     made = [worker(True), LLMEngine(config(True)), AsyncLLM(config(True))]
     assert [workers, engines] == [made[:1], made[1:]]
+
+
+def test_settings_are_checked_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a worker, whose death says little; and not where LoRA is off."""
+    started: list[Any] = []
+    for engine in (LLMEngine, AsyncLLM):
+        monkeypatch.setattr(engine, "__init__", lambda self, vllm_config: started.append(self))
+    plugin.register()
+    wrong = config(True)
+    wrong.additional_config = {"lora_reload": "on"}
+    for engine in (LLMEngine, AsyncLLM):
+        for call in (lambda cls: cls(wrong), lambda cls: cls(vllm_config=wrong)):
+            with pytest.raises(SettingError, match="is 'on', not a mapping"):
+                call(engine)
+    assert started == []
+
+
+@pytest.mark.parametrize("hard_fail", [False, True])
+def test_vllm_knows_our_variables(hard_fail: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either name: it warns of none, starts if it is to fail on unknown ones, and copies them to Ray's workers."""
+    from vllm import envs
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
+    unknown = {name for name in os.environ if name.startswith("VLLM_")} - set(envs.environment_variables)
+    for name in unknown:
+        monkeypatch.delenv(name)
+    before = dict(envs.environment_variables)
+    plugin.register()
+    assert envs.environment_variables == before, "none is set"
+    ours = ["LORA_RELOAD_ADAPTERS", "VLLM_LORA_RELOAD_SNAPSHOT_DIR"]
+    for name in ours:
+        monkeypatch.setenv(name, "drop")
+    plugin.register()
+    warnings: list[Any] = []
+    validate = envs.validate_environ if hasattr(envs, "validate_environ") else current_platform.validate_environ
+    logger = sys.modules[validate.__module__].logger
+    monkeypatch.setattr(logger, "warning", lambda *args: warnings.append(args))
+    validate(hard_fail)
+    assert warnings == []
+    assert set(ours) <= get_env_vars_to_copy()
+    monkeypatch.setenv("VLLM_LORA_RELOAD_ADAPTER", "drop")
+    plugin.register()
+    with pytest.raises(ValueError, match="VLLM_LORA_RELOAD_ADAPTER"):
+        validate(True)
 
 
 def test_nothing_is_extended_without_lora() -> None:
