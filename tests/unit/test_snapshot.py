@@ -442,11 +442,14 @@ def test_one_folder_for_each_kind_of_engine(tmp_path: Path) -> None:
 def test_one_writer_at_a_time(path: Path) -> None:
     first, second = Lock(path), Lock(path)
     assert first.take()
-    left = path.with_name(f".{path.stem}-0.safetensors.99.part")
-    left.touch()
-    assert not second.take() and left.exists()
+    left = [path.with_name(f".{path.stem}{end}.99.part") for end in (f"-{'0' * 16}.safetensors", ".json")]
+    other = [path.with_name(f".{path.stem}{end}.part") for end in ("", "-0.safetensors.99", "-notes.json.99")]
+    for file in left + other:
+        file.touch()
+    assert not second.take() and all(file.exists() for file in left)
     first.release()
-    assert second.take() and not left.exists()
+    assert second.take() and not any(file.exists() for file in left)
+    assert all(file.exists() for file in other)  # not names that are written here
     second.release()
 
 
@@ -600,13 +603,17 @@ def test_damage_where_nobody_may_delete(tmp_path: Path, monkeypatch: pytest.Monk
     _flip(Path(worker.wait()["path"]))
     worker.sleep()
 
-    def unlink(path: Path, missing_ok: bool = False) -> None:
+    tried: list[str] = []
+
+    def unlink(name: str, **folder: int) -> None:
+        tried.append(name)
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(SnapshotError, match="is damaged"):
         worker.keeper.restore()
     assert worker.keeper.snapshot is None and "is damaged" in worker.keeper.state()["reason"]
+    assert tried == [worker.keeper._path.name]
 
 
 def test_a_request_does_not_wait_for_an_engine_that_sleeps(
@@ -725,8 +732,13 @@ def test_flushed_before_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch)
     """File and manifest each before their rename, and the folder after it."""
     log: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: log.append(Path(os.readlink(f"/proc/self/fd/{fd}")).suffix or "folder"))
-    real = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda part, to: log.append(f"rename {to.suffix}") or real(part, to))
+    real = os.replace
+
+    def replace(part: str, to: str, **folders: int) -> None:
+        log.append(f"rename {Path(to).suffix}")
+        real(part, to, **folders)
+
+    monkeypatch.setattr(os, "replace", replace)
     write(path, ENGINE, found(named()), digests_of(found(named())))
     assert log == [".part", "rename .safetensors", "folder", ".part", "rename .json", "folder"]
 
@@ -849,14 +861,31 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["full", "off"])
-def test_damage_is_noticed_if_verified(tmp_path: Path, verify: Any) -> None:
+def test_wrong_reads_are_noticed_if_verified(
+    tmp_path: Path, verify: Literal["full", "off"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has changed the file; what came from the disk was something else."""
+    worker = Worker(tmp_path, verify=verify).start()
+    worker.wait()
+    worker.sleep()
+    real = worker.ring.read
+
+    def read(wanted: Any) -> None:
+        real(wanted)
+        worker.tensors["odd"] += 1
+
+    monkeypatch.setattr(worker.ring, "read", read)
+    with pytest.raises(SnapshotError, match="is damaged") if verify == "full" else contextlib.nullcontext():
+        worker.keeper.restore()
+    assert not worker.right()
+
+
+@pytest.mark.parametrize("verify", ["full", "sample", "off"])
+def test_a_file_that_somebody_rewrote_is_always_checked(tmp_path: Path, verify: Any) -> None:
+    """Its size and the time of its last change are as they were; the kernel knows better."""
     worker = Worker(tmp_path, verify=verify).start()
     _flip(Path(worker.wait()["path"]))
     worker.sleep()
-    if verify == "off":
-        worker.keeper.restore()
-        assert not worker.right()
-        return
     with pytest.raises(SnapshotError, match="is damaged"):
         worker.keeper.restore()
     assert worker.keeper.state()["state"] == "none" and "is damaged" in worker.keeper.state()["reason"]
@@ -1072,4 +1101,4 @@ def test_manifest_is_json_for_people(path: Path) -> None:
     write(path, ENGINE, listed, digests_of(listed))
     content = json.loads(path.read_text())
     assert content["engine"]["place"] == {"tp": [0, 2], "pp": [0, 1]}
-    assert set(content) == {"engine", "file", "size", "mtime_ns", "entries", "fingerprint", "format"}
+    assert set(content) == {"engine", "file", "size", "mtime_ns", "ctime_ns", "entries", "fingerprint", "format"}
