@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from . import diagnosis, seams
+from .files import ensure_plain
 from .lora_state import LoRAState
 from .ranks import nearest_max_lora_rank
 from .slots import SlotWrite
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-Fingerprint = tuple[tuple[str, int, int, int], ...]  # name, size in bytes, mtime in ns, inode
+Fingerprint = tuple[tuple[str, int, int, int, int], ...]  # name, size in bytes, mtime in ns, inode, ctime in ns
 
 
 def fingerprint(folder: str) -> Fingerprint:
@@ -30,9 +31,9 @@ def fingerprint(folder: str) -> Fingerprint:
     for name in _FILES:
         try:
             status = (Path(folder).expanduser() / name).stat()
-        except OSError:  # not there, or not any more
+        except (OSError, ValueError):  # not there, or not any more
             continue
-        found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+        found.append((name, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns))
     return tuple(found)
 
 
@@ -111,6 +112,7 @@ class Adapters:
         self.numbers = {each: known for each, known in self.numbers.items() if known != number} | {name: number}
 
     def _read(self, request: Any, load: Callable[[Any], Any]) -> Any:
+        ensure_plain(Path(request.lora_path).expanduser(), _FILES)
         try:
             adapter = load(request)
         except Exception as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from .files import open_regular, read_json
 
 
 def annotate(error: Exception, note: str) -> None:
@@ -48,7 +49,7 @@ def special_settings(folder: str) -> set[str]:
 def _peft_config(folder: str) -> dict[str, Any]:
     """Empty if it cannot be read."""
     try:
-        config = json.loads(Path(folder, "adapter_config.json").read_text())
+        config = read_json(Path(folder, "adapter_config.json"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
@@ -69,12 +70,13 @@ def where(tensor: str | None, folder: Path | None) -> str | None:
             return f"{folder} is not a folder"
         for index in sorted(folder.glob("*.safetensors.index.json")):
             try:
-                json.loads(index.read_text())["weight_map"].values()
+                read_json(index)["weight_map"].values()
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as damage:
                 return f"{index} is damaged: {type(damage).__name__}: {damage}"
         holder = None
         for file in sorted(folder.glob("*.safetensors")):
             try:
+                open_regular(file).close()
                 with safe_open(file, framework="pt") as content:
                     if tensor in content.keys():  # noqa: SIM118 - not a dict
                         holder = file

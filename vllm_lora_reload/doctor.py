@@ -25,6 +25,7 @@ import torch
 from . import __version__, checksum, seams
 from .checksum import digests
 from .errors import SeamMissingError, SettingError, SnapshotError
+from .files import Folder
 from .pagecache import available_memory
 from .ring import Piece, Pinned, Ring
 from .settings import KEY, PREFIXES, Settings
@@ -303,8 +304,15 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     return kind
 
 
+def _files_in(folder: Path, pattern: str) -> Iterator[Path]:
+    """In the folders of models, none of which is a link."""
+    for path in sorted(folder.glob(f"*/{pattern}")):
+        if not path.parent.is_symlink():
+            yield path
+
+
 def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest | SnapshotError]]:
-    for path in sorted(folder.glob("*/*.json")):
+    for path in _files_in(folder, "*.json"):
         try:
             yield path, Manifest.read(path)
         except SnapshotError as error:
@@ -347,9 +355,12 @@ def snapshots(folder: Path, settings: Settings, device: torch.device, verify: bo
 def _fault(file: Path, manifest: Manifest) -> str | None:
     """What about the file is not as the manifest says, without reading it."""
     try:
-        stat = file.stat()
-    except OSError as error:
+        with Folder(file.parent) as folder, folder.open(file.name) as opened:
+            stat = os.fstat(opened.fileno())
+    except FileNotFoundError as error:
         return f"{file.name} is gone ({error.strerror})"
+    except OSError as error:
+        return f"{file.name} cannot be used ({error.strerror})"
     if stat.st_size != manifest.size:
         return f"{file.name} has {stat.st_size} bytes instead of {manifest.size}"
     if stat.st_mtime_ns != manifest.mtime_ns:
@@ -369,6 +380,8 @@ def damaged(file: Path, entries: Sequence[Entry], settings: Settings, device: to
     ring = _ring(device if free_memory(device) > 2 * needed else CPU, settings)
     wrong: list[str] = []
     todo = deque(entries)
+    with Folder(file.parent) as folder:
+        opened = folder.open(file.name)
     try:
         while todo:
             some = [todo.popleft()]
@@ -378,10 +391,11 @@ def damaged(file: Path, entries: Sequence[Entry], settings: Settings, device: to
                 Storage(torch.empty(entry.nbytes, dtype=torch.uint8, device=ring.device), {}, loaded=True)
                 for entry in some
             ]
-            ring.read({file: [Piece(e.offset, storage.memory) for e, storage in zip(some, found, strict=True)]})
+            ring.read({opened: [Piece(e.offset, storage.memory) for e, storage in zip(some, found, strict=True)]})
             current = digests_of(found)
             wrong += [entry.name for entry, digest in zip(some, current, strict=True) if digest != entry.digest]
     finally:
+        opened.close()
         ring.close()
     return wrong
 
@@ -389,9 +403,9 @@ def damaged(file: Path, entries: Sequence[Entry], settings: Settings, device: to
 def leftovers(folder: Path) -> Iterator[Check]:
     """What a writer that died has left."""
     named = {path.parent / manifest.file for path, manifest in _manifests(folder) if isinstance(manifest, Manifest)}
-    left = [*folder.glob("*/.*.part"), *(file for file in folder.glob("*/*.safetensors") if file not in named)]
+    left = [*_files_in(folder, ".*.part"), *(file for file in _files_in(folder, "*.safetensors") if file not in named)]
     if left:
-        size = sum(file.stat().st_size for file in left)
+        size = sum(file.lstat().st_size for file in left)
         names = ", ".join(str(file.relative_to(folder)) for file in sorted(left)[:3])
         yield warning(
             "leftovers",

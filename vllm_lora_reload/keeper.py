@@ -74,8 +74,7 @@ class _Gate:
             _Cancelled: the job is to end.
         """
         with self._lock:
-            if job.cancel.is_set():
-                raise _Cancelled
+            job.proceed()
             yield
 
 
@@ -85,7 +84,7 @@ class _Job:
 
     Attributes:
         write: a snapshot of what is in memory, if there is none; else it only looks for one.
-        cancel: it is to end when it next comes to the gate.
+        cancel: it is to end when it next comes to the gate, or to the next part of the file.
         waits: for another engine that is writing.
         done: the keeper knows what came of it. Set inside the gate, if all went well: a load that comes later finds it.
         thread: of it.
@@ -96,6 +95,13 @@ class _Job:
     waits: bool = False
     done: bool = False
     thread: threading.Thread | None = None
+
+    def proceed(self) -> None:
+        """Raises:
+        _Cancelled: it is to end.
+        """
+        if self.cancel.is_set():
+            raise _Cancelled
 
 
 class SnapshotKeeper:
@@ -137,6 +143,7 @@ class SnapshotKeeper:
         self.seconds: float | None = None  # that writing it took
         self._first: list[str] = []  # digests of what was loaded at start-up
         self._lost: list[Storage] | None = None  # at the last sleep, if the snapshot has it
+        self._lost_first = False  # what was loaded at start-up was lost at the last sleep
         self._again = False  # one is to be written after the next load
         self._loaded = 0.0  # time of the last load
         self._gate = _Gate()
@@ -316,7 +323,7 @@ class SnapshotKeeper:
                 snapshot = Snapshot.find(self._path, self._engine, found, current)
             except SnapshotError:
                 if job.write:
-                    snapshot = write(self._path, self._engine, found, current, reading)
+                    snapshot = write(self._path, self._engine, found, current, reading, job.proceed)
                     seconds = time.perf_counter() - start
             with reading():
                 if snapshot is not None:
@@ -342,20 +349,23 @@ class SnapshotKeeper:
 
     # --- Sleep and wake-up ----------------------------------------------------------------------------------------
 
-    def compare(self) -> None:
-        """Before level 2 takes the weights: see whether the snapshot has their bytes.
+    def compare(self, complete: bool = True) -> None:
+        """Before level 2 takes the weights, if they are `complete`: see whether the snapshot has their bytes.
 
         Only tensors that a load brings count. Others (running statistics, scales) may have changed; they are kept on
         the host over the sleep, as without a snapshot.
         """
-        self._lost = None
-        if self.snapshot is None:
+        self._lost, self._lost_first = None, False
+        if not complete or not self._first:
             return
         found = self._storages()
+        current = digests_of(found)
+        self._lost_first = current == self._first
+        if self.snapshot is None:
+            return
         if reason := self.snapshot.manifest.misfits(found):
             self.snapshot, self.reason = None, reason
             return
-        current = digests_of(found)
         if differing := self.snapshot.manifest.differing(current):
             self.snapshot = None
             self.reason = f"other weights were loaded since it was written: {listed(differing)} differ"
@@ -367,6 +377,11 @@ class SnapshotKeeper:
     def usable(self) -> bool:
         """Whether the snapshot has what the last level 2 took."""
         return self._lost is not None
+
+    @property
+    def lost_first(self) -> bool:
+        """Whether the last level 2 took what was loaded at start-up, whatever snapshot there is."""
+        return self._lost_first
 
     @property
     def of_checkpoint(self) -> bool:
@@ -388,8 +403,8 @@ class SnapshotKeeper:
         try:
             nbytes = snapshot.restore(lost, self._ring)
             read = time.perf_counter()
-            if self._verify != "off":
-                every = 1 if self._verify == "full" else _SAMPLE
+            if self._verify != "off" or not snapshot.surely_unchanged:
+                every = _SAMPLE if self._verify == "sample" and snapshot.surely_unchanged else 1
                 self._turns += 1
                 snapshot.check(lost, every, self._turns % every)
         except BaseException as error:

@@ -87,6 +87,10 @@ class Lifecycle:
         """A snapshot was to bring the weights back and could not."""
         self.reason = f"the snapshot could not be restored: {type(error).__name__}: {error}"
 
+    def no_snapshot(self, why: str) -> None:
+        """There was none that could bring the weights back."""
+        self.reason = f"sleep(level=2) discarded them, and no snapshot has them: {why}"
+
     def load_failed(self, error: BaseException, wrote: bool) -> None:
         """A load that failed before its first tensor leaves the weights as they were."""
         global failures

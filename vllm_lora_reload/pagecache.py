@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .files import open_regular
+
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 _BLOCK = 4 << 20  # bytes that are brought in at a time
@@ -84,7 +86,7 @@ def bring_in(paths: Sequence[Path], given_up: threading.Event, ranks: int = 1) -
     try:
         room = available_memory() // 2 // ranks
         for path in paths:
-            with path.open("rb", buffering=0) as file:
+            with open_regular(path) as file:
                 fd = file.fileno()
                 size = os.fstat(fd).st_size
                 shares = {start: cached(fd, start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)}

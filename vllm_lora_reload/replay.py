@@ -15,23 +15,23 @@ without making new parameters.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .base_view import checkpoint_name
 from .coverage import Coverage, FirstLoad, Identities, Region, WriteRecorder, identity, region
+from .files import open_regular
 from .ring import Piece, Ring
 from .snapshot import FileStates, file_state, file_states
 from .tensors import SAFETENSORS_DTYPES, written_by
@@ -83,7 +83,7 @@ class Checkpoint:
         tensors: by name.
 
     Raises:
-        NoReplay: a file is damaged or too short, or two have the same name.
+        NoReplay: the safetensors library refuses a file, or two have the same name.
         OSError: a file cannot be read.
     """
 
@@ -91,7 +91,7 @@ class Checkpoint:
         self.tensors: dict[str, Stored] = {}
         self._states: FileStates = {}
         for file in dict.fromkeys(files):
-            with file.open("rb") as opened:
+            with open_regular(file) as opened:
                 self._states[file] = file_state(opened)
                 for name, stored in _header(file, opened, self._states[file][0]):
                     if name in self.tensors:
@@ -112,24 +112,43 @@ class Checkpoint:
                 raise OSError(f"{file} was changed while it was read")
 
 
-def _header(file: Path, opened: Any, size: int) -> Iterator[tuple[str, Stored]]:
-    """What a file of `size` bytes has: 8 bytes with the length of the header, the header in JSON, then the tensors."""
-    length = int.from_bytes(opened.read(8), "little")
-    if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+def _header(file: Path, opened: IO[bytes], size: int) -> list[tuple[str, Stored]]:
+    """What a file of `size` bytes has: 8 bytes with the length of the header, the header in JSON, then the tensors.
+
+    The library reads the header, so that nothing is taken that it refuses, nor otherwise: of a copy, in a file that is
+    as long and has a hole for the tensors, since it maps files, and to cut a mapped one ends the process.
+    """
+    length = int.from_bytes(head := _read(opened, 8), "little")
+    if len(head) < 8 or length > min(size - 8, _HEADER_LIMIT):
         raise NoReplay(f"{file} is too short for its header")
-    start = 8 + length
-    try:
-        for name, entry in json.loads(opened.read(length)).items():
-            if name == "__metadata__":
-                continue
-            begin, end = map(index, entry["data_offsets"])
-            stored = Stored(file, start + begin, SAFETENSORS_DTYPES[entry["dtype"]], tuple(map(index, entry["shape"])))
-            fits = 0 <= begin <= end <= size - start and all(dim >= 0 for dim in stored.shape)
-            if not fits or end - begin != stored.nbytes:
-                raise NoReplay(f"{file} is too short for {name}, or its header is wrong")
-            yield name, stored
-    except (ValueError, KeyError, TypeError, AttributeError) as damage:
-        raise NoReplay(f"{file} has a damaged header: {type(damage).__name__}: {damage}") from damage
+    start, found = 8 + length, list[tuple[str, Stored]]()
+    with tempfile.TemporaryFile(buffering=0) as copy:
+        for part in (head, _read(opened, length)):
+            while part:
+                part = part[copy.write(part) :]
+        try:
+            copy.truncate(size)
+            with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="np") as content:
+                for name in content.offset_keys():  # the library lets tensors neither overlap nor lie apart
+                    tensor = content.get_slice(name)
+                    stored = Stored(file, start, SAFETENSORS_DTYPES[tensor.get_dtype()], tuple(tensor.get_shape()))
+                    found.append((name, stored))
+                    start += stored.nbytes
+        except AttributeError:
+            raise NoReplay("this release of safetensors does not tell the order of tensors: install 0.6.2") from None
+        except (SafetensorError, KeyError, MemoryError, OSError) as damage:
+            raise NoReplay(f"{file} has a damaged header: {type(damage).__name__}: {damage}") from damage
+    if start != size:
+        raise NoReplay(f"{file} has a damaged header: its tensors have {start} bytes and it has {size}")
+    return found
+
+
+def _read(opened: IO[bytes], nbytes: int) -> bytes:
+    """As many bytes, or fewer at the end of the file."""
+    content = bytearray()
+    while len(content) < nbytes and (more := opened.read(nbytes - len(content))):
+        content += more
+    return bytes(content)
 
 
 # --- Watching the first load --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from typing import IO, Literal, TypeVar
 
 import torch
 
+from .files import descriptor
 from .pagecache import bring_in, cached, cached_of_file
 from .reads import Reads, reads_for
 from .tensors import as_bytes
@@ -207,7 +208,7 @@ class _Source:
         self.path = file if isinstance(file, Path) else Path(file.name)
         self.missed = False
         self._stack = stack
-        self.fd = os.open(file, os.O_RDONLY) if isinstance(file, Path) else os.dup(file.fileno())
+        self.fd = descriptor(file) if isinstance(file, Path) else os.dup(file.fileno())
         stack.callback(os.close, self.fd)
         self._past: int | None = None  # what reads past the page cache
         # `auto`: chunk by chunk.

@@ -148,8 +148,8 @@ class WorkerState:
         if level >= 2 and not self.lifecycle.asleep:
             self.lora.save()
             self.unregistered.save()
-            if self.keeper is not None and self.lifecycle.state is State.COMPLETE:
-                self.keeper.compare()
+            if self.keeper is not None:
+                self.keeper.compare(self.lifecycle.state is State.COMPLETE)
 
     def slept(self, level: int, error: BaseException | None = None) -> None:
         """The weights pool is unmapped, or a part of it before an `error`."""
@@ -170,6 +170,8 @@ class WorkerState:
     def restore(self, discarded: bool, by_itself: bool) -> bool:
         """After a wake-up: bring the base weights back from the snapshot, if there is one that has them.
 
+        Without one (it is not written yet, say) the checkpoint is loaded, if it still has what level 2 took.
+
         A collective where there are snapshots: either every rank's weights come back so, or all ranks go the same way
         from there, since loaders may be collectives too.
 
@@ -184,7 +186,7 @@ class WorkerState:
         if keeper is None:
             return by_itself and self.lifecycle.state is State.MISSING
         usable = discarded and keeper.usable
-        of_checkpoint = usable and keeper.of_checkpoint and self._checkpoint_unchanged()
+        of_checkpoint = discarded and keeper.lost_first and self._checkpoint_unchanged()
         restored = usable and self._restored(keeper)
         everywhere = seams.true_on_all_ranks(restored)
         checkpoint_has_the_same = seams.true_on_all_ranks(of_checkpoint)
@@ -194,6 +196,8 @@ class WorkerState:
             if restored:
                 self.lifecycle.restore_failed(SnapshotError("another rank has none that could be read"))
                 self.last_restore = None
+            if discarded and not usable:
+                self._without_snapshot(keeper, checkpoint_has_the_same)
             return by_itself or checkpoint_has_the_same
         assert self.last_restore is not None
         self.coverage.all_there()
@@ -202,6 +206,14 @@ class WorkerState:
         speed = self.last_restore["bytes"] / self.last_restore["seconds"] / 1e9
         logger.info("Base weights restored from the snapshot, %.1f GB/s", speed)
         return False
+
+    def _without_snapshot(self, keeper: SnapshotKeeper, checkpoint_has_the_same: bool) -> None:
+        why = keeper.reason or "it was not written yet"
+        if checkpoint_has_the_same:
+            logger.info("No snapshot has the base weights (%s): loading the checkpoint, which has the same", why)
+        elif keeper.lost_first:
+            why += "; nor does the checkpoint, whose files have changed or cannot be looked at, here or on another rank"
+        self.lifecycle.no_snapshot(why)
 
     def _restored(self, keeper: SnapshotKeeper) -> bool:
         try:

@@ -9,6 +9,7 @@ changed nor weights that changed can be mistaken for the right ones.
       folder/<model>-<key>/tp0of2-pp0of1-<digest>.safetensors      what it names
 
 Files are written under another name, flushed and renamed. Engines on one host share them; one writes, under a lock.
+They are for the user that the engine runs as (`files.Folder`), and only names that are written here are ever removed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,13 +34,15 @@ import torch
 
 from .checksum import BLOCK_BYTES, digest_of_blocks, digests
 from .errors import SnapshotError
+from .files import Folder, open_regular, parse_json
 from .ring import PAGE, EndOfFileError, Piece, Pinned, Ring
 from .tensors import SAFETENSORS_DTYPES, storage_key, whole_storage
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 FORMAT = 1
-_WRITE = 16 << 20  # bytes of one write
+_WRITE = 16 << 20  # bytes that are copied from the device at a time
+_PART = 4 << 20  # bytes of one write: after each the writer can be stopped
 _DIGITS = 16  # of a fingerprint, in the name of a file
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -174,6 +177,7 @@ class Manifest:
     mtime_ns: when it was last written.
     entries: what is in it, in order.
     fingerprint: one digest for all that a load brings.
+    ctime_ns: when anything about it was last changed; None if that is not known.
     """
 
     engine: Engine
@@ -183,22 +187,53 @@ class Manifest:
     entries: list[Entry]
     fingerprint: str = ""
     format: int = FORMAT
+    ctime_ns: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Raises:
-        SnapshotError: it cannot be read.
+        SnapshotError: it cannot be read, or is none that was written here.
         """
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            with Folder(path.parent) as folder, folder.open(path.name) as opened:
+                given = parse_json(opened)
             if given["format"] != FORMAT:
-                raise SnapshotError(f"{path} has format {given['format']}; this release reads format {FORMAT}")
+                raise SnapshotError(f"{path} has format {given['format']!r:.20}; this release reads format {FORMAT}")
             engine, entries = Engine(**given.pop("engine")), [Entry(**entry) for entry in given.pop("entries")]
-            if not all(entry.name for entry in entries):
+            manifest = cls(engine=engine, entries=entries, **given)
+            manifest._ensure_as_written(path.stem)
+            return manifest
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SnapshotError(f"{path} cannot be read: {type(error).__name__}: {error!s:.500}") from error
+
+    def _ensure_as_written(self, stem: str) -> None:
+        """Raises:
+        ValueError: `write` would not have written this beside files that begin with `stem`.
+        TypeError: the same.
+        """
+        engine = self.engine
+        _ensure(str, engine.model, engine.release, engine.dtype, engine.quantization or "", self.file, self.fingerprint)
+        _ensure(int, self.format, self.size, self.mtime_ns, self.ctime_ns or 0)
+        for rank, size in engine.place.values():
+            _ensure(int, rank, size)
+        end = self.size if not self.entries else self.entries[0].offset
+        for entry in self.entries:
+            _ensure(int, entry.offset, entry.nbytes)
+            _ensure(bool, entry.loaded)
+            if entry.offset != end or entry.nbytes < 0 or not re.fullmatch("[0-9a-f]{16}", entry.digest):
+                raise ValueError("an entry is not where it should be, or has no digest")
+            end += entry.nbytes
+            if not entry.tensors:
                 raise ValueError("an entry has no name")
-            return cls(engine=engine, entries=entries, **given)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise SnapshotError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+            for tensor in entry.tensors:
+                if tensor.keys() != {"name", "shape", "stride", "dtype", "storage_offset"} or not tensor["name"]:
+                    raise ValueError("a tensor is not described, or has no name")
+                _ensure(str, tensor["name"], tensor["dtype"])
+                _ensure(int, *tensor["shape"], *tensor["stride"], tensor["storage_offset"])
+        if end != self.size or (self.entries and self.entries[0].offset % PAGE):
+            raise ValueError("the entries are not what is in the file")
+        if self.fingerprint != fingerprint(self.digests()) or self.file != _file_name(stem, self.fingerprint):
+            raise ValueError("the file has not the name that its content gives it")
 
     @property
     def loaded(self) -> list[Entry]:
@@ -245,6 +280,23 @@ def fingerprint(of: Iterable[str]) -> str:
     return hashlib.sha256("".join(of).encode()).hexdigest()
 
 
+def _file_name(stem: str, combined: str) -> str:
+    return f"{stem}-{combined[:_DIGITS]}.safetensors"
+
+
+def _any_file_name(stem: str) -> str:
+    """A regular expression for such names."""
+    return rf"{re.escape(stem)}-[0-9a-f]{{{_DIGITS}}}\.safetensors"
+
+
+def _ensure(kind: type, *values: object) -> None:
+    """Raises:
+    TypeError: one is of another type; to be true is not to be 1.
+    """
+    if not all(type(value) is kind for value in values):
+        raise TypeError(f"something is no {kind.__name__}")
+
+
 def listed(names: Sequence[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
@@ -255,8 +307,11 @@ class Snapshot:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
+        self._ctime_ns = manifest.ctime_ns  # with which its content is known
+        self._ctime_before: int | None = None  # the last restore
         try:
-            self._open = self.file.open("rb")
+            with Folder(path.parent) as folder:
+                self._open = folder.open(manifest.file)
         except OSError as error:
             raise SnapshotError(f"{self.file} cannot be opened: {error}") from error
         self.ensure_unchanged()
@@ -283,9 +338,12 @@ class Snapshot:
         """Raises:
         SnapshotError: the file is not as it was written.
         """
-        stat = os.fstat(self._open.fileno())
-        if (stat.st_size, stat.st_mtime_ns) != (self.manifest.size, self.manifest.mtime_ns):
+        status = os.fstat(self._open.fileno())
+        if (status.st_size, status.st_mtime_ns) != (self.manifest.size, self.manifest.mtime_ns):
             raise SnapshotError(f"{self.file} has changed since it was written")
+
+    def _ctime(self) -> int:
+        return os.fstat(self._open.fileno()).st_ctime_ns
 
     @property
     def in_place(self) -> bool:
@@ -310,6 +368,7 @@ class Snapshot:
             OSError: it cannot be read now, which is not the file's fault.
         """
         self.ensure_unchanged()
+        self._ctime_before = self._ctime()
         pieces = [Piece(entry.offset, storage.memory) for entry, storage in self._lost(found)]
         try:
             ring.read({self._open: pieces})
@@ -320,22 +379,35 @@ class Snapshot:
         self.ensure_unchanged()
         return sum(piece.nbytes for piece in pieces)
 
+    @property
+    def surely_unchanged(self) -> bool:
+        """Whether what `restore` has read is what was written, or checked.
+
+        Size and time of the last change can be put back after a change; ``ctime`` cannot, though it changes also with
+        names and rights.
+        """
+        return self._ctime_ns == self._ctime_before == self._ctime()
+
     def check(self, found: Sequence[Storage], every: int = 1, first: int = 0) -> None:
         """Compare what `restore` has written with the snapshot's digests.
 
         Args:
             found: the storages.
-            every: 1 for all of them, n for every n-th.
+            every: 1 for all of them, n for every n-th, one at the least.
             first: where to begin.
 
         Raises:
             SnapshotError: some differ, named.
         """
-        chosen = self._lost(found)[first::every]
+        lost = self._lost(found)
+        every = max(1, min(every, len(lost)))
+        chosen = lost[first % every :: every]
         current = _digests([storage for _, storage in chosen])
         wrong = [entry.name for (entry, _), digest in zip(chosen, current, strict=True) if entry.digest != digest]
         if wrong:
             raise SnapshotError(f"{self.file} is damaged: {listed(wrong)} came back with other bytes")
+        if every == 1:
+            self._ctime_ns = self._ctime_before
 
     def _lost(self, found: Sequence[Storage]) -> list[tuple[Entry, Storage]]:
         pairs = zip(self.manifest.loaded, loaded(found), strict=True)
@@ -349,8 +421,9 @@ class Snapshot:
                 return  # somebody is putting another one in its place
             try:
                 if Manifest.read(self.path) == self.manifest:
-                    self.path.unlink(missing_ok=True)
-                    self.file.unlink(missing_ok=True)
+                    with Folder(self.path.parent) as folder:
+                        folder.remove(self.path.name)
+                        folder.remove(self.manifest.file)
             finally:
                 lock.release()
         except SnapshotError:
@@ -380,21 +453,33 @@ def _header(found: Sequence[Storage]) -> bytes:
 
 
 class _Output:
-    """A file that is written from front to back in large blocks, past the page cache where the file system can."""
+    """A file that is written from front to back in large blocks, past the page cache where the file system can.
 
-    def __init__(self, path: Path, block: torch.Tensor) -> None:
+    Args:
+        fd: of a new file; closed in the end.
+        block: what is written is put there.
+        proceed: called between writes; it may raise.
+    """
+
+    def __init__(self, fd: int, block: torch.Tensor, proceed: Callable[[], None]) -> None:
+        self._fd = fd
+        self._direct = True
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._direct = False
         self._view = block.numpy().data
+        self._proceed = proceed
         self.size = 0
 
     def write(self, nbytes: int) -> None:
         """The first bytes of the block. Only the last call may have a number that is no multiple of a page."""
         done, padded = 0, -(-nbytes // PAGE) * PAGE
         while done < padded:
-            done += os.pwrite(self._fd, self._view[done:padded], self.size + done)
+            self._proceed()
+            done += os.pwrite(self._fd, self._view[done : min(done + _PART, padded)], self.size + done)
+            if not self._direct:  # else all of it would be left to the flush at the end, which nothing can stop
+                os.fdatasync(self._fd)
         self.size += nbytes
 
     def close(self) -> None:
@@ -409,21 +494,8 @@ class _Output:
         os.close(self._fd)
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; renamed to it at the end, removed after an error."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+def _proceed() -> None:
+    """Nothing stops a writer."""
 
 
 def write(
@@ -432,6 +504,7 @@ def write(
     found: Sequence[Storage],
     current: Sequence[str],
     reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    proceed: Callable[[], None] = _proceed,
 ) -> Snapshot:
     """Write a snapshot of what is in memory.
 
@@ -441,6 +514,8 @@ def write(
         found: the storages.
         current: `digests_of` them.
         reading: entered for every block that is copied from the device, so that a caller can hold it up.
+        proceed: called every few megabytes that are written or read back. What it raises ends the work, and nothing of
+            it is left.
 
     Raises:
         OSError: it cannot be written, say because the disk is full. Nothing of it is left, and an earlier one is as it
@@ -448,73 +523,87 @@ def write(
         SnapshotError: weights changed meanwhile; the same.
     """
     device = found[0].memory.device if found else torch.device("cpu")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = _header(found)
-    total = len(header) + sum(storage.memory.numel() for storage in found)
-    if (free := shutil.disk_usage(path.parent).free) < total:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {total} bytes are needed and {free} are free", path)
-    combined = fingerprint(current)
-    file = path.with_name(f"{path.stem}-{combined[:_DIGITS]}.safetensors")
-    pinned = Pinned(_WRITE, device)
-    try:
-        with _replacing(file) as part:
-            output = _Output(part, pinned.memory)
-            try:
-                _stream(header, found, pinned.memory, output, reading)
-            except BaseException:
-                output.abort()
-                raise
-            output.close()
-            entries = _entries(part, found, current, len(header))
-    finally:
-        pinned.close()
-    stat = file.stat()
-    manifest = Manifest(engine, file.name, stat.st_size, stat.st_mtime_ns, entries, combined)
-    try:
-        with _replacing(path) as part, part.open("w", encoding="utf-8") as text:
-            json.dump(dataclasses.asdict(manifest), text)
-            text.flush()
-            os.fsync(text.fileno())
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
-    for other in path.parent.glob(f"{path.stem}-{'[0-9a-f]' * _DIGITS}.safetensors"):
-        if other != file:  # the one before, or of a writer that was killed before its manifest was there
-            other.unlink(missing_ok=True)
+    with Folder(path.parent, create=True) as folder:
+        header = _header(found)
+        total = len(header) + sum(storage.memory.numel() for storage in found)
+        if (free := shutil.disk_usage(path.parent).free) < total:
+            reason = f"{os.strerror(errno.ENOSPC)}: {total} bytes are needed and {free} are free"
+            raise OSError(errno.ENOSPC, reason, path)
+        combined = fingerprint(current)
+        file = _file_name(path.stem, combined)
+        pinned = Pinned(_WRITE, device)
+        try:
+            with folder.replacing(file) as part:
+                output = _Output(folder.create(part), pinned.memory, proceed)
+                try:
+                    _stream(header, found, pinned.memory, output, reading)
+                except BaseException:
+                    output.abort()
+                    raise
+                output.close()
+                with folder.open(part) as opened:
+                    entries = _entries(opened, found, current, len(header), proceed)
+        finally:
+            pinned.close()
+        try:
+            status = os.stat(file, dir_fd=folder.fd, follow_symlinks=False)
+            manifest = Manifest(
+                engine, file, status.st_size, status.st_mtime_ns, entries, combined, ctime_ns=status.st_ctime_ns
+            )
+            with (
+                folder.replacing(path.name) as part,
+                os.fdopen(folder.create(part), "w", encoding="utf-8") as text,
+            ):
+                json.dump(dataclasses.asdict(manifest), text)
+                text.flush()
+                os.fsync(text.fileno())
+        except BaseException:
+            folder.remove(file)
+            raise
+        for other in folder.names():  # the one before, or of a writer that was killed before its manifest was there
+            if other != file and re.fullmatch(_any_file_name(path.stem), other):
+                folder.remove(other)
     return Snapshot(path, manifest)
 
 
-def _entries(file: Path, found: Sequence[Storage], current: Sequence[str], offset: int) -> list[Entry]:
+def _entries(
+    opened: IO[bytes],
+    found: Sequence[Storage],
+    current: Sequence[str],
+    offset: int,
+    proceed: Callable[[], None] = _proceed,
+) -> list[Entry]:
     """Read a file that was just written. It is then in the page cache too.
 
     Args:
-        file: it.
+        opened: it.
         found: the storages that are in it.
         current: `digests_of` them before. What no load brings may have changed since.
         offset: of the first one.
+        proceed: called before each block.
 
     Raises:
         SnapshotError: its bytes are not those whose digests were taken.
     """
     entries, wrong, before = [], [], iter(current)
-    with file.open("rb", buffering=0) as opened:
-        for storage in found:
-            nbytes = storage.memory.numel()
-            opened.seek(offset)
-            digest = f"{digest_of_blocks(_blocks(opened, nbytes)):016x}"
-            if storage.loaded and digest != next(before):
-                wrong.append(storage.name)
-            entries.append(Entry(offset, nbytes, digest, storage.loaded, _described(storage)))
-            offset += nbytes
+    for storage in found:
+        nbytes = storage.memory.numel()
+        opened.seek(offset)
+        digest = f"{digest_of_blocks(_blocks(opened, nbytes, proceed)):016x}"
+        if storage.loaded and digest != next(before):
+            wrong.append(storage.name)
+        entries.append(Entry(offset, nbytes, digest, storage.loaded, _described(storage)))
+        offset += nbytes
     if wrong:
         raise SnapshotError(f"{listed(wrong)} changed while they were written")
     return entries
 
 
-def _blocks(opened: IO[bytes], nbytes: int) -> Iterator[torch.Tensor]:
+def _blocks(opened: IO[bytes], nbytes: int, proceed: Callable[[], None]) -> Iterator[torch.Tensor]:
     block = bytearray(BLOCK_BYTES)
     done = 0
     while done < nbytes:
+        proceed()
         filled = 0
         with memoryview(block)[: min(len(block), nbytes - done)] as wanted:
             while filled < len(wanted) and (got := opened.readinto(wanted[filled:])):  # type: ignore[attr-defined]
@@ -549,28 +638,31 @@ def _stream(
         output.write(filled)
 
 
-FileState = tuple[int, int, int]
+FileState = tuple[int, int, int, int]
 FileStates = dict[Path, FileState]
 
 
 def file_state(opened: IO[bytes]) -> FileState:
-    """Size, time of the last change and inode: other ones, and a file has been written or replaced.
+    """Size, times of the last change and inode: other ones, and a file has been written or replaced.
+
+    The time of the last change of its content can be put back, that of any change (``ctime``) cannot. Where programs
+    write through a mapping, the kernel notes it at the first write to a page since the page was last on the disk.
 
     Of an open file: a network file system asks its server when one is opened; by name, the answer may be a minute old.
     """
-    stat = os.fstat(opened.fileno())
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+    status = os.fstat(opened.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 def file_states(files: Iterable[Path]) -> FileStates:
     """`file_state` of each.
 
     Raises:
-        OSError: one is gone.
+        OSError: one is gone, or is no regular file.
     """
     states = {}
     for file in files:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             states[file] = file_state(opened)
     return states
 
@@ -580,21 +672,53 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_suffix(".lock")
-        self._file: IO[bytes] | None = None
+        self._fd: int | None = None
 
     def take(self) -> bool:
-        """Whether it is held now. Removes what a writer that died has left."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            return False
-        for left in self._path.parent.glob(f".{self._path.stem}*.part"):
-            left.unlink(missing_ok=True)
+        """Whether it is held now. Removes what a writer that died has left.
+
+        Raises:
+            OSError: the folder is none to write to.
+        """
+        with Folder(self._path.parent, create=True) as folder:
+            if not self._way_is_free(folder):
+                return False
+            fd = folder.create(self._path.name, anew=False)
+            if not _locked(fd) or not self._stands_for(fd, folder):
+                os.close(fd)
+                return False
+            self._fd = fd
+            stem = self._path.stem
+            left = re.compile(rf"\.({re.escape(stem)}\.json|{_any_file_name(stem)})\.[0-9a-f]+\.part")
+            for name in folder.names():
+                if left.fullmatch(name):
+                    folder.remove(name)
         return True
 
+    def _way_is_free(self, folder: Folder) -> bool:
+        """Whether nothing else than a file has the lock's name any more. Only one engine at a time renames it."""
+        status = folder.status(self._path.name)
+        if status is None or stat.S_ISREG(status.st_mode):
+            return True
+        if not _locked(folder.fd):
+            return False
+        folder.make_way(self._path.name)
+        return True
+
+    def _stands_for(self, fd: int, folder: Folder) -> bool:
+        """Whether the next engine that comes will open the same file."""
+        status = folder.status(self._path.name)
+        return status is not None and os.path.samestat(status, os.fstat(fd))
+
     def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from tests.support.engine import Engine
 from tests.support.scenario import Scenario, run
-from vllm_lora_reload import WeightsMissingError, keeper
+from vllm_lora_reload import WeightsMissingError, keeper, seams
 from vllm_lora_reload.keeper import SnapshotKeeper
 
 pytestmark = pytest.mark.engine
@@ -135,6 +137,110 @@ def test_reload_loads_a_checkpoint_that_changed(engine: Engine) -> None:
     assert "other weights were loaded since it was written" in status(engine)["snapshot"]["reason"]
     engine.reload()
     assert engine.ask() == new
+
+
+def in_place(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+
+
+def through_a_hard_link(file: Path, content: bytes) -> None:
+    other = file.with_suffix(".other")
+    os.link(file, other)
+    other.write_bytes(content)
+    other.unlink()
+
+
+@pytest.mark.parametrize("rewrite", [in_place, through_a_hard_link])
+def test_reload_loads_a_checkpoint_whose_times_were_put_back(
+    engine: Engine, rewrite: Callable[[Path, bytes], None]
+) -> None:
+    for file in engine.checkpoint.glob("*.safetensors"):
+        status = file.stat()
+        content = save({name: tensor + 0.25 for name, tensor in load_file(file).items()}, metadata={"format": "pt"})
+        assert len(content) == status.st_size
+        rewrite(file, content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    engine.reload()
+    assert engine.ask("base")["base"] != engine.before["base"]
+
+
+@pytest.fixture
+def no_snapshot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Have the engine without one, for some reason. A writer that waits goes on when what comes back is set."""
+    reached, go = threading.Event(), threading.Event()
+    write = os.pwrite
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        reached.set()
+        assert go.wait(60)
+        return write(fd, data, at)
+
+    def without(why: str) -> threading.Event:
+        kept = keeper_of(engine)
+        assert kept.snapshot is not None
+        kept.snapshot.forget()
+        kept.snapshot, kept.reason = None, None
+        if why == "a full disk":
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+            assert "No space left" in str(taken(engine)["reason"])
+            monkeypatch.setattr(shutil, "disk_usage", usage)
+        elif why == "it is being written":
+            monkeypatch.setattr(os, "pwrite", pwrite)
+            kept._start(write=True)
+            assert reached.wait(60)
+        else:
+            assert why == "never begun"
+        return go
+
+    usage = shutil.disk_usage
+    yield without
+    go.set()
+
+
+@pytest.mark.parametrize("why", ["never begun", "it is being written", "a full disk"])
+def test_asleep_without_a_snapshot(engine: Engine, no_snapshot: Callable[[str], threading.Event], why: str) -> None:
+    """The checkpoint has the same: its weights are there after the same wake-up."""
+    go = no_snapshot(why)
+    engine.llm.sleep(level=2)
+    engine.llm.wake_up(["weights"])
+    assert status(engine)["state"] == "complete"
+    assert (status(engine)["last_restore"] or {}).get("source") != "snapshot"
+    engine.llm.wake_up(["kv_cache"])
+    engine.assert_whole()
+    assert keeper_of(engine).writing == (why == "it is being written")
+    go.set()
+    assert taken(engine)["state"] == "valid"
+    engine.lose_weights()
+    assert status(engine)["last_restore"]["source"] == "snapshot"
+
+
+@pytest.mark.parametrize("rank_is_right", [True, False])
+def test_without_a_snapshot_and_with_another_checkpoint(
+    engine: Engine, no_snapshot: Callable[[str], threading.Event], rank_is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are told why. It is no other if only another rank sees another one: all go the same way."""
+    no_snapshot("never begun")
+    if rank_is_right:
+        monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: False)
+    else:
+        save_other_weights(engine)
+    engine.lose_weights()
+    with pytest.raises(WeightsMissingError, match=r"no snapshot has them: .*; nor does the checkpoint, whose files"):
+        engine.ask("base")
+    monkeypatch.undo()
+
+
+def test_without_a_snapshot_of_other_weights(engine: Engine, no_snapshot: Callable[[str], threading.Event]) -> None:
+    """The checkpoint never had them."""
+    no_snapshot("never begun")
+    engine.model.load_weights(other_weights(engine).items())
+    engine.lose_weights()
+    with pytest.raises(WeightsMissingError, match="base weights are missing") as told:
+        engine.ask("base")
+    assert "nor does the checkpoint" not in str(told.value)
+    engine.llm.sleep(level=2)  # missing even before
+    engine.llm.wake_up()
+    assert status(engine)["state"] == "missing"
 
 
 def test_a_loaded_buffer_counts(engine: Engine) -> None:
@@ -269,7 +375,7 @@ def test_without_the_setting(shared_engine: Engine) -> None:
 @pytest.mark.parametrize(
     "scenario",
     [
-        Scenario(engine={"tensor_parallel_size": 2}, control="snapshot"),
+        Scenario(engine={"tensor_parallel_size": 2}, control="unwritten+snapshot"),
         pytest.param(Scenario(family="qwen3_tied"), marks=pytest.mark.slow),
         pytest.param(Scenario(quantization="awq"), marks=pytest.mark.slow),
     ],
@@ -284,5 +390,5 @@ def test_other_engines(scenario: Scenario, tmp_path: Path) -> None:
     assert all(cycle.restored == ["snapshot"] * ranks for cycle in report.cycles), report
     if report.control is None:
         assert len(list(tmp_path.glob("*/*.safetensors"))) == ranks
-    else:  # the last rank's was damaged: it is removed, and all ranks load the checkpoint
+    else:  # the last rank's was not written, or damaged and is removed: all ranks load the checkpoint
         assert report.control.right and report.control.restored == ["checkpoint"] * ranks, report

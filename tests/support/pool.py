@@ -112,8 +112,8 @@ class PoolInspector:
         """Negative control: disable one part of the package in this worker.
 
         Args:
-            part: ``view`` (the base view), ``reset`` (the reset of LoRA state), ``mapping`` (its logits mapping) or
-                ``snapshot`` (a bit of the last rank's).
+            part: ``view`` (the base view), ``reset`` (the reset of LoRA state), ``mapping`` (its logits mapping),
+                ``snapshot`` (a bit of the last rank's) or ``unwritten`` (the last rank has none yet).
         """
         from contextlib import nullcontext
 
@@ -134,6 +134,9 @@ class PoolInspector:
                 content[len(content) // 2] ^= 1
                 file.write_bytes(content)
                 os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        elif part == "unwritten":
+            if self.rank == self.parallel_config.world_size - 1:
+                self.model_runner.lora_reload.keeper.snapshot = None
         else:
             raise ValueError(part)
 

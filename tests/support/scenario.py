@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[2]
 class Scenario:
     """What to run.
 
-    `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`). `ways` are taken in
+    `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`), or several, joined
+    by ``+``, for one each; the first that is not right is reported, else the last. `ways` are taken in
     turn to bring the weights back: ``reload`` (from disk), ``direct`` (one tensor a call), ``kernel`` (kernel format),
     ``ipc``, ``nccl`` (weight transfer), ``sparse`` (from disk, then single elements there and back by transfer) or
     ``snapshot`` (they come back by themselves).
@@ -260,9 +261,14 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     while len(cycles) < scenario.cycles and not (cycles and cycles[-1].error):
         cycles.append(run_cycle())
     control = None
-    if scenario.control:
-        llm.collective_rpc("take_out", args=(scenario.control,))
+    for part in scenario.control.split("+") if scenario.control else ():
+        llm.collective_rpc("take_out", args=(part,))
         control = run_cycle()
+        if not control.right:
+            break
+        if part == "unwritten":
+            taken = llm.collective_rpc("lora_reload_take_snapshot")
+            assert all(snapshot["state"] == "valid" for snapshot in taken), taken
     return Report(
         pool_tensors=pool_tensors,
         logits_mappings=mappings,

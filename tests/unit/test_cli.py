@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import odd_files
+from tests.support.odd_files import in_time
 from vllm_lora_reload import __version__, cli, doctor, seams
 from vllm_lora_reload.doctor import Check
 from vllm_lora_reload.ring import Ring
@@ -667,6 +669,40 @@ def test_leftovers(taken: Snapshot, tmp_path: Path) -> None:
     status, text = only(doctor.leftovers(tmp_path))
     assert status == "warning" and "2 files of 2.0 MB" in text
     assert ".77.part" in text and "-0123.safetensors" in text and taken.file.name not in text
+
+
+@pytest.mark.parametrize("harm", odd_files.KINDS)
+@pytest.mark.parametrize("what", ["manifest", "file"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_odd_snapshot(harm: Callable[[Path], None], what: str, verify: bool, taken: Snapshot, tmp_path: Path) -> None:
+    """A row, soon."""
+    place = taken.path if what == "manifest" else taken.file
+    place.unlink()
+    harm(place)
+    ((status, text),) = in_time(lambda: rows(tmp_path, verify))
+    assert status == "problem" and text.endswith("writes it anew")
+    in_time(lambda: (list(doctor.leftovers(tmp_path)), list(doctor.snapshot_folder(tmp_path))))
+
+
+def test_linked_folders_are_not_looked_into(taken: Snapshot, tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    (folder / "model-0123").symlink_to(taken.path.parent)
+    (taken.path.parent / "more.safetensors").touch()
+    assert rows(folder) == [("ok", "none has been written yet")]
+    assert only(doctor.leftovers(folder)) == ("ok", "none")
+
+
+def test_a_leftover_link_to_nothing(taken: Snapshot, tmp_path: Path) -> None:
+    odd_files.link(taken.path.with_name("more.safetensors"))
+    status, text = only(doctor.leftovers(tmp_path))
+    assert status == "warning" and "1 files" in text and "more.safetensors" in text
+
+
+def test_snapshot_of_another_user(taken: Snapshot, tmp_path: Path) -> None:
+    taken.file.chmod(0o666)
+    ((status, text),) = rows(tmp_path, verify=True)
+    assert status == "problem" and "other users may write to it" in text
 
 
 # --- doctor: all of it --------------------------------------------------------------------------------------------

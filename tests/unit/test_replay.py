@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.support import odd_files
+from tests.support.odd_files import in_time
 from vllm_lora_reload import seams
 from vllm_lora_reload.coverage import Coverage, FirstLoad, WriteRecorder
 from vllm_lora_reload.replay import Checkpoint, LoadPlan, LoadRecorder, NoReplay, Replay, ReplayError
@@ -783,6 +786,28 @@ GOOD: dict[str, Any] = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
         raw({"a": GOOD | {"data_offsets": [16]}}),
         raw({"a": {"dtype": "F32", "shape": [4]}}),
         raw({"a": GOOD}, data=15),
+        raw({"a": GOOD}, data=17),  # appended
+        raw({"a": GOOD | {"data_offsets": [2, 18]}}, data=18),  # shifted
+        raw({"a": GOOD | {"data_offsets": [0, 18]}}, data=18),
+        raw({"a": GOOD, "b": GOOD | {"data_offsets": [18, 34]}}, data=34),  # a hole
+        raw({"a": GOOD, "b": GOOD}),  # one upon the other
+        raw({"a": GOOD, "b": GOOD | {"data_offsets": [8, 24]}}, data=24),
+        raw({"a": GOOD | {"shape": [2**40, 2**40]}}),
+        raw({"a": GOOD | {"shape": [10**400]}}),
+        raw({"a": GOOD | {"shape": [4.0]}}),
+        raw({"a": GOOD | {"shape": [True, 4]}}),
+        raw({"a": GOOD | {"data_offsets": [False, 16]}}),
+        raw({"a": GOOD | {"data_offsets": [float("nan"), 16]}}),
+        raw({"a": GOOD | {"data_offsets": [0, 16, 16]}}),
+        raw({"a": GOOD, "__metadata__": {"format": 1}}),
+        raw({"a": GOOD, "__metadata__": []}),
+        raw(b"[" * 200_000),
+        raw(b'{"a":' * 200_000),
+        raw(b'{"a\xff": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'),
+        raw(b'{"\\ud800": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'),
+        raw(b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'),
+        raw(b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}} x'),
+        raw(b"\xef\xbb\xbf" + json.dumps({"a": GOOD}).encode()),
     ],
 )
 def test_damaged_header(tmp_path: Path, content: bytes) -> None:
@@ -792,6 +817,59 @@ def test_damaged_header(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(NoReplay, match=re.escape(str(file))):
         Checkpoint([file])
+
+
+def test_of_two_with_one_name_the_one_that_the_library_takes(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    one, other = '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}', json.dumps(GOOD)
+    file.write_bytes(raw(f'{{"a": {one}, "a": {other}}}'.encode()))
+    assert Checkpoint([file]).tensors["a"].shape == tuple(load_file(file)["a"].shape) == (4,)
+    file.write_bytes(raw(f'{{"a": {other}, "a": {one}}}'.encode()))
+    with pytest.raises(SafetensorError):
+        load_file(file)
+    with pytest.raises(NoReplay):
+        Checkpoint([file])
+
+
+@pytest.mark.parametrize("harm", [odd_files.fifo, odd_files.folder])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    harm(tmp_path / "model.safetensors")
+    with pytest.raises(OSError, match="not a regular file"):
+        in_time(lambda: Checkpoint([tmp_path / "model.safetensors"]))
+
+
+def test_a_hub_links_to_its_files(folder: Path) -> None:
+    (folder / "linked.safetensors").symlink_to(files(folder)[0])
+    (stored_at,) = {each.file for each in Checkpoint([folder / "linked.safetensors"]).tensors.values()}
+    assert stored_at == folder / "linked.safetensors"
+
+
+def test_a_file_that_claims_to_be_huge(tmp_path: Path) -> None:
+    """Nothing of its size is taken, not even as an address."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(raw({"a": GOOD}))
+    os.truncate(file, 1 << 43)
+    with pytest.raises(NoReplay, match="damaged header"):
+        Checkpoint([file])
+
+
+def test_rewritten_in_place_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its time put back."""
+    planned = Planned(folder, Model(plain))
+    replay = planned.plan.replay(files(folder))
+    read, (file,) = Ring.read, files(folder)
+
+    def rewrite(self: Ring, wanted: Any) -> None:
+        status = file.stat()
+        time.sleep(0.02)
+        with file.open("r+b") as opened:
+            opened.write(file.read_bytes())
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        read(self, wanted)
+
+    monkeypatch.setattr(Ring, "read", rewrite)
+    with pytest.raises(ReplayError, match="was changed while it was read"):
+        planned.run(replay)
 
 
 def test_recorder_counts_as_any_other(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -19,8 +20,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.support import odd_files
+from tests.support.odd_files import in_time
 from vllm_lora_reload import SnapshotError, keeper, snapshot
 from vllm_lora_reload.checksum import digests
+from vllm_lora_reload.files import Folder
 from vllm_lora_reload.keeper import SnapshotKeeper
 from vllm_lora_reload.ring import EndOfFileError, Ring
 from vllm_lora_reload.snapshot import (
@@ -442,11 +446,14 @@ def test_one_folder_for_each_kind_of_engine(tmp_path: Path) -> None:
 def test_one_writer_at_a_time(path: Path) -> None:
     first, second = Lock(path), Lock(path)
     assert first.take()
-    left = path.with_name(f".{path.stem}-0.safetensors.99.part")
-    left.touch()
-    assert not second.take() and left.exists()
+    left = [path.with_name(f".{path.stem}{end}.99.part") for end in (f"-{'0' * 16}.safetensors", ".json")]
+    other = [path.with_name(f".{path.stem}{end}.part") for end in ("", "-0.safetensors.99", "-notes.json.99")]
+    for file in left + other:
+        file.touch()
+    assert not second.take() and all(file.exists() for file in left)
     first.release()
-    assert second.take() and not left.exists()
+    assert second.take() and not any(file.exists() for file in left)
+    assert all(file.exists() for file in other)  # not names that are written here
     second.release()
 
 
@@ -469,6 +476,187 @@ def test_states_are_asked_of_open_files(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "stat", lambda self, **kwargs: pytest.fail("asked by name"))
     monkeypatch.setattr(os, "stat", lambda *args, **kwargs: pytest.fail("asked by name"))
     assert file_states([tmp_path / "a"])
+
+
+# --- Hostile folders -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file outside the folder that nobody is to touch."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    return victim
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", ["../../victim", "{victim}", "/dev/null", "victim\0", "", ".", "other.safetensors"])
+def test_a_manifest_names_only_what_would_be_written(path: Path, victim: Path, name: str, tmp_path: Path) -> None:
+    """Whatever it names is neither opened nor removed, though size and time are right."""
+    listed = found(named())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    path.with_name("other.safetensors").touch()
+    status = victim.stat()
+    rewrite(path, file=name.format(victim=victim), size=status.st_size, mtime_ns=status.st_mtime_ns)
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        Snapshot.find(path, ENGINE, listed, digests_of(listed))
+    forged = replace(taken.manifest, file=name.format(victim=victim))
+    Snapshot.forget(SimpleNamespace(path=path, manifest=forged, file=victim))  # type: ignore[arg-type]
+    assert victim.read_text() == "precious" and path.with_name("other.safetensors").exists()
+
+
+@pytest.mark.parametrize("what", ["manifest", "file"])
+def test_links_are_neither_followed_nor_removed_by_the_way(path: Path, victim: Path, what: str) -> None:
+    listed = found(named())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    linked = path if what == "manifest" else taken.file
+    linked.rename(victim)
+    linked.symlink_to(victim)
+    content = victim.read_bytes()
+    with pytest.raises(SnapshotError, match=r"cannot be (read|opened).*not a regular file"):
+        Snapshot.find(path, ENGINE, listed, digests_of(listed))
+    new = write(path, ENGINE, listed, digests_of(listed))
+    assert victim.read_bytes() == content and not linked.is_symlink()
+    assert Snapshot.find(path, ENGINE, listed, digests_of(listed)).manifest == new.manifest
+
+
+@pytest.mark.parametrize("what", ["manifest", "file", "lock"])
+@pytest.mark.parametrize("harm", odd_files.KINDS)
+def test_damage_heals(tmp_path: Path, path: Path, harm: Callable[[Path], None], what: str) -> None:
+    """The engine starts soon, has a snapshot in the end, and nothing of somebody else's is lost."""
+    Worker(tmp_path).start().wait()
+    place = {"manifest": path, "file": next(path.parent.glob("*.safetensors")), "lock": path.with_suffix(".lock")}[what]
+    path.unlink()  # so that one has to be written
+    place.unlink(missing_ok=True)
+    harm(place)
+    worker = Worker(tmp_path)
+    in_time(worker.start)
+    assert worker.wait()["state"] == "valid", worker.keeper.state()
+    assert Worker(tmp_path, "never").start().wait()["state"] == "valid"
+    assert place.is_file() and not place.is_symlink() and not (tmp_path / "elsewhere").exists()
+    if harm is odd_files.folder:
+        assert [file.read_text() for file in path.parent.glob(".*.aside/*")] == ["precious"]
+
+
+@pytest.mark.parametrize("harm", [odd_files.folder, odd_files.fifo])
+def test_what_a_dead_writer_may_have_left_is_removed_if_it_is_a_file(path: Path, harm: Callable[[Path], None]) -> None:
+    path.parent.mkdir(mode=0o700)
+    left = path.with_name(f".{path.name}.77.part")
+    harm(left)
+    lock = Lock(path)
+    assert lock.take() and os.path.lexists(left)
+    lock.release()
+
+
+def test_a_linked_folder_is_not_followed(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    path.parent.symlink_to("elsewhere")
+    state = Worker(tmp_path).start().wait()
+    assert state["state"] == "none" and "a link, which is not followed" in state["reason"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_files_are_for_this_user(path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        taken = write(path, ENGINE, found(named()), digests_of(found(named())))
+        lock = Lock(path)
+        assert lock.take()
+        lock.release()
+    finally:
+        os.umask(mask)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    modes = {file.suffix: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    assert modes == {".json": 0o600, ".safetensors": 0o600, ".lock": 0o600} and taken.file.exists()
+
+
+def test_what_others_may_write_to_is_not_used(tmp_path: Path, path: Path) -> None:
+    """Others' rights to a folder of ours are taken away, and a file that they could write to is written anew."""
+    Worker(tmp_path).start().wait()
+    file = next(path.parent.glob("*.safetensors"))
+    path.parent.chmod(0o777), file.chmod(0o666)
+    assert "other users may write to it" in Worker(tmp_path, "never").start().wait()["reason"]
+    state = Worker(tmp_path).start().wait()
+    assert state["state"] == "valid" and state["seconds"] is not None
+    assert path.parent.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("what", ["folder", "manifest", "file"])
+def test_what_others_own_is_not_used(tmp_path: Path, path: Path, what: str) -> None:
+    Worker(tmp_path).start().wait()
+    file = next(path.parent.glob("*.safetensors"))
+    os.chown({"folder": path.parent, "manifest": path, "file": file}[what], 1234, -1)
+    state = Worker(tmp_path, "never").start().wait()
+    assert state["state"] == "none" and "belongs to user 1234" in state["reason"]
+    state = Worker(tmp_path).start().wait()
+    assert (state["state"] == "none") == (what == "folder")
+
+
+def test_two_that_find_the_lock_in_the_way_do_not_both_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One renames it and makes its own while the other has only looked."""
+    path.parent.mkdir(mode=0o700)
+    odd_files.fifo(path.with_suffix(".lock"))
+    first, second = Lock(path), Lock(path)
+    real, taken = Folder.make_way, []
+
+    def make_way(folder: Folder, name: str) -> None:
+        monkeypatch.setattr(Folder, "make_way", real)
+        taken.append(second.take())
+        real(folder, name)
+
+    monkeypatch.setattr(Folder, "make_way", make_way)
+    assert first.take() and taken == [False] and not second.take()
+    first.release()
+    assert second.take()
+    second.release()
+
+
+def test_a_lock_that_somebody_has_removed_is_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next one would make another, and two would write."""
+    lock, other = Lock(path), Lock(path)
+    real = fcntl.flock
+
+    def flock(fd: int, how: int) -> None:
+        real(fd, how)
+        path.with_suffix(".lock").unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", flock)
+        assert not lock.take()
+    assert other.take()
+    other.release()
+
+
+def test_a_manifest_of_before_is_read_and_its_file_checked_once(path: Path, ring: Ring) -> None:
+    """It does not say when anything about the file was last changed."""
+    listed = found(named())
+    write(path, ENGINE, listed, digests_of(listed))
+    content = json.loads(path.read_text())
+    del content["ctime_ns"]
+    path.write_text(json.dumps(content))
+    taken = Snapshot.find(path, ENGINE, listed, digests_of(listed))
+    surely = []
+    for _ in range(2):
+        taken.restore(listed, ring)
+        surely.append(taken.surely_unchanged)
+        taken.check(listed)
+    assert surely == [False, True]
+
+
+def test_new_names_and_rights_cost_one_check(path: Path, ring: Ring) -> None:
+    listed = found(named())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    surely = []
+    for change in (lambda: None, lambda: time.sleep(0.02) or taken.file.chmod(0o400), lambda: None):
+        change()
+        taken.restore(listed, ring)
+        surely.append(taken.surely_unchanged)
+        taken.check(listed)
+    assert surely == [True, False, True]
 
 
 # --- The keeper ---------------------------------------------------------------------------------------------------
@@ -600,13 +788,17 @@ def test_damage_where_nobody_may_delete(tmp_path: Path, monkeypatch: pytest.Monk
     _flip(Path(worker.wait()["path"]))
     worker.sleep()
 
-    def unlink(path: Path, missing_ok: bool = False) -> None:
+    tried: list[str] = []
+
+    def unlink(name: str, **folder: int) -> None:
+        tried.append(name)
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(SnapshotError, match="is damaged"):
         worker.keeper.restore()
     assert worker.keeper.snapshot is None and "is damaged" in worker.keeper.state()["reason"]
+    assert tried == [worker.keeper._path.name]
 
 
 def test_a_request_does_not_wait_for_an_engine_that_sleeps(
@@ -725,8 +917,13 @@ def test_flushed_before_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch)
     """File and manifest each before their rename, and the folder after it."""
     log: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: log.append(Path(os.readlink(f"/proc/self/fd/{fd}")).suffix or "folder"))
-    real = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda part, to: log.append(f"rename {to.suffix}") or real(part, to))
+    real = os.replace
+
+    def replace(part: str, to: str, **folders: int) -> None:
+        log.append(f"rename {Path(to).suffix}")
+        real(part, to, **folders)
+
+    monkeypatch.setattr(os, "replace", replace)
     write(path, ENGINE, found(named()), digests_of(found(named())))
     assert log == [".part", "rename .safetensors", "folder", ".part", "rename .json", "folder"]
 
@@ -849,14 +1046,31 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["full", "off"])
-def test_damage_is_noticed_if_verified(tmp_path: Path, verify: Any) -> None:
+def test_wrong_reads_are_noticed_if_verified(
+    tmp_path: Path, verify: Literal["full", "off"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has changed the file; what came from the disk was something else."""
+    worker = Worker(tmp_path, verify=verify).start()
+    worker.wait()
+    worker.sleep()
+    real = worker.ring.read
+
+    def read(wanted: Any) -> None:
+        real(wanted)
+        worker.tensors["odd"] += 1
+
+    monkeypatch.setattr(worker.ring, "read", read)
+    with pytest.raises(SnapshotError, match="is damaged") if verify == "full" else contextlib.nullcontext():
+        worker.keeper.restore()
+    assert not worker.right()
+
+
+@pytest.mark.parametrize("verify", ["full", "sample", "off"])
+def test_a_file_that_somebody_rewrote_is_always_checked(tmp_path: Path, verify: Any) -> None:
+    """Its size and the time of its last change are as they were; the kernel knows better."""
     worker = Worker(tmp_path, verify=verify).start()
     _flip(Path(worker.wait()["path"]))
     worker.sleep()
-    if verify == "off":
-        worker.keeper.restore()
-        assert not worker.right()
-        return
     with pytest.raises(SnapshotError, match="is damaged"):
         worker.keeper.restore()
     assert worker.keeper.state()["state"] == "none" and "is damaged" in worker.keeper.state()["reason"]
@@ -1030,6 +1244,31 @@ def test_no_thread_to_write_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     worker.keeper.close()
 
 
+@pytest.mark.parametrize("tensors", [1, 2, 5, 15, 16, 17, 40])
+def test_a_sample_has_always_something(path: Path, tensors: int) -> None:
+    """And all come in turn, in no more turns than there are tensors."""
+    named = {f"t{n}": torch.full((4,), n) for n in range(tensors)}
+    listed = found(named, kept=())
+    taken = write(path, ENGINE, listed, digests_of(listed))
+    for first in range(20, 20 + min(16, tensors)):
+        taken.check(listed, every=16, first=first)
+    for name in named:
+        named[name].fill_(99)
+        wrong = 0
+        for first in range(20, 20 + min(16, tensors)):
+            try:
+                taken.check(listed, every=16, first=first)
+            except SnapshotError:
+                wrong += 1
+        assert wrong == 1
+        named[name].fill_(int(name[1:]))
+    for tensor in named.values():
+        tensor.fill_(99)
+    for turn in range(32):
+        with pytest.raises(SnapshotError, match="is damaged"):
+            taken.check(listed, every=16, first=turn % 16)
+
+
 def test_sampling_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor is looked at once in so many restores."""
     monkeypatch.setattr(keeper, "_SAMPLE", 3)
@@ -1067,9 +1306,95 @@ def test_closed_while_asleep(tmp_path: Path, pace: SimpleNamespace) -> None:
     assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
 
 
+def test_closed_while_it_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shutdown does not wait for the rest of the file, of which nothing is left."""
+    reached, go, blocks = threading.Event(), threading.Event(), []
+    real = snapshot.digest_of_blocks
+
+    def slow(some: Iterator[torch.Tensor]) -> int:
+        def each() -> Iterator[torch.Tensor]:
+            for block in some:
+                blocks.append(len(block))
+                reached.set()
+                assert go.wait(10)
+                yield block
+
+        return real(each())
+
+    monkeypatch.setattr(snapshot, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(snapshot, "digest_of_blocks", slow)
+    worker = Worker(tmp_path)
+    worker.tensors["more"] = torch.zeros(1 << 16)
+    worker.start()
+    assert reached.wait(10)
+    closing = threading.Thread(target=worker.keeper.close)
+    closing.start()
+    while not worker.keeper._job.cancel.is_set():  # type: ignore[union-attr]
+        time.sleep(0.001)
+    go.set()
+    closing.join(10)
+    assert not closing.is_alive() and len(blocks) == 1
+    assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_closed_while_it_is_written(tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after the part of a block that is on its way, and no long flush is left to the end."""
+    reached, go, parts, flushed = threading.Event(), threading.Event(), [], []
+    write, flush, control = os.pwrite, os.fdatasync, fcntl.fcntl
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        parts.append(len(data))
+        if len(parts) == 3:
+            reached.set()
+            assert go.wait(10)
+        return write(fd, data, at)
+
+    def no_direct(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT and not direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return control(fd, command, argument)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append(fd) or flush(fd))
+    monkeypatch.setattr(fcntl, "fcntl", no_direct)
+    monkeypatch.setattr(snapshot, "_PART", 8192)
+    worker = Worker(tmp_path)
+    worker.tensors["more"] = torch.zeros(1 << 16)
+    worker.start()
+    assert reached.wait(10)
+    closing = threading.Thread(target=worker.keeper.close)
+    closing.start()
+    while not worker.keeper._job.cancel.is_set():  # type: ignore[union-attr]
+        time.sleep(0.001)
+    go.set()
+    closing.join(10)
+    assert not closing.is_alive() and len(parts) == 3 and max(parts) <= 8192
+    assert len(flushed) == (0 if direct else 3)
+    assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
+
+
+@pytest.mark.parametrize("when", ["once", "never"])
+def test_what_was_lost_is_known_without_a_snapshot(tmp_path: Path, when: Any, pace: SimpleNamespace) -> None:
+    """While one is written, or where there is to be none; not of weights that are not those of the start."""
+    worker = Worker(tmp_path, when).start()
+    assert when == "never" or pace.reached.wait(10)
+    worker.sleep()
+    assert not worker.keeper.usable and worker.keeper.lost_first
+    worker.tensors = named()
+    worker.keeper.compare(complete=False)  # weights were missing
+    assert not worker.keeper.lost_first
+    worker.keeper.release(True)
+    worker.change()
+    worker.sleep()
+    assert not worker.keeper.lost_first
+    pace.go.set()
+    worker.keeper.close()
+
+
 def test_manifest_is_json_for_people(path: Path) -> None:
     listed = found(named())
     write(path, ENGINE, listed, digests_of(listed))
     content = json.loads(path.read_text())
     assert content["engine"]["place"] == {"tp": [0, 2], "pp": [0, 1]}
-    assert set(content) == {"engine", "file", "size", "mtime_ns", "entries", "fingerprint", "format"}
+    assert set(content) == {"engine", "file", "size", "mtime_ns", "ctime_ns", "entries", "fingerprint", "format"}
