@@ -546,7 +546,7 @@ def test_a_file_that_is_replaced_while_it_is_read(
 def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     odd_files.fifo(tmp_path / "file")
     ring = Ring(CPU, threads=1, chunk=MIB)
-    with pytest.raises(OSError, match="Illegal seek"):
+    with pytest.raises(OSError, match=r"Illegal seek|ends at byte 0"):
         in_time(lambda: ring.read({tmp_path / "file": [Piece(0, torch.empty(5000, dtype=torch.uint8))]}))
     ring.close()
 
