@@ -28,7 +28,6 @@ from typing import IO, Literal, TypeVar
 
 import torch
 
-from .files import descriptor
 from .pagecache import bring_in, cached, cached_of_file
 from .reads import Reads, reads_for
 from .tensors import as_bytes
@@ -208,7 +207,8 @@ class _Source:
         self.path = file if isinstance(file, Path) else Path(file.name)
         self.missed = False
         self._stack = stack
-        self.fd = descriptor(file) if isinstance(file, Path) else os.dup(file.fileno())
+        # A FIFO that somebody has put in a file's place is not waited for: reading it is an error.
+        self.fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK) if isinstance(file, Path) else os.dup(file.fileno())
         stack.callback(os.close, self.fd)
         self._past: int | None = None  # what reads past the page cache
         # `auto`: chunk by chunk.

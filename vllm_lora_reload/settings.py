@@ -38,7 +38,7 @@ class Settings:
     snapshot: when one is written: ``once``, after start-up, if there is none that fits; ``always``, also after every
         load that changed the weights; ``never``, only when asked (``collective_rpc("lora_reload_take_snapshot")``).
     verify: which tensors are compared with the snapshot's digests after a restore: none (``off``), every sixteenth
-        (``sample``) or all (``full``).
+        (``sample``, one at the least) or all (``full``). One that may have been changed is compared as a whole.
     replay: whether ``reload_weights`` may copy a checkpoint's tensors straight to where the load at start-up put them
         (``on``), or leaves all loading to vLLM (``off``).
     ring_bytes: of pinned host memory for restoring, at most, for each worker; "512M" and the like in the environment.

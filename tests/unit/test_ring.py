@@ -16,6 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import odd_files
+from tests.support.odd_files import in_time
 from vllm_lora_reload import reads
 from vllm_lora_reload import ring as ring_module
 from vllm_lora_reload.ring import PAGE, EndOfFileError, Piece, Ring, threads_for
@@ -539,6 +541,14 @@ def test_a_file_that_is_replaced_while_it_is_read(
     ring.close()
     assert torch.equal(target, content)
     assert not other.exists()
+
+
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    odd_files.fifo(tmp_path / "file")
+    ring = Ring(CPU, threads=1, chunk=MIB)
+    with pytest.raises(OSError, match=r"Illegal seek|ends at byte 0"):
+        in_time(lambda: ring.read({tmp_path / "file": [Piece(0, torch.empty(5000, dtype=torch.uint8))]}))
+    ring.close()
 
 
 def test_a_file_system_without_direct_reads(file: Path, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
