@@ -84,6 +84,8 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             files,
             self._files_before,
         )
+        if not seams.can_read_checkpoint(self):
+            self.lora_reload.lifecycle.loads = "a weight transfer or model.load_weights(...)"
         model.load_weights = _through_base_view(model.load_weights, self.lora_reload)
         if settings.replay == "on":
             self.lora_reload.plan = LoadPlan.of(first, self.lora_reload.coverage, device, files)

@@ -313,6 +313,12 @@ def checkpoint(runner: Any) -> str:
     return str(runner.model_config.model)
 
 
+def can_read_checkpoint(runner: Any) -> bool:
+    """Whether ``reload_weights`` can read weights by itself: with dummy weights, say, there is nothing to read."""
+    loader = _find("vllm.model_executor.model_loader", "get_model_loader")(runner.load_config)
+    return hasattr(loader, "get_all_weights")
+
+
 def checkpoint_files(runner: Any, model: nn.Module) -> list[Path]:
     """The safetensors files that vLLM's loader would read now; of a hub's model, those that were downloaded.
 
@@ -616,6 +622,12 @@ def close_weight_update(worker: Any) -> None:
             worker._is_checkpoint_format = True
         if hasattr(worker.weight_transfer_engine, "reset_weight_update_target"):  # from 0.26
             worker.weight_transfer_engine.reset_weight_update_target()
+
+
+def draft_model(worker: Any) -> nn.Module | None:
+    """The speculative draft model, where a worker can be asked for it (from 0.26) and has one."""
+    get_draft_model = getattr(worker, "get_draft_model", None)
+    return get_draft_model() if get_draft_model is not None else None
 
 
 def takes_kernel_format(worker: Any, update_info: Any) -> bool:

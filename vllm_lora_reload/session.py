@@ -16,7 +16,7 @@ from .base_view import base_view, checkpoint_name, checkpoint_names
 from .coverage import Coverage, FirstLoad
 from .errors import AsleepError, SnapshotError
 from .keeper import SnapshotKeeper
-from .lifecycle import Lifecycle, State
+from .lifecycle import Lifecycle, State, Transfer
 from .lora_state import LoRAState
 from .replay import LoadPlan, NoReplay
 from .ring import Ring
@@ -103,7 +103,7 @@ class WorkerState:
         self.has_to_load = False
         self._depth = 0
         self._changed = False  # by a load, since the keeper was last told
-        self._tensors_given = 0
+        self._bypassed = False
         self._last_given: str | None = None
 
     def base_storages(self) -> list[Storage]:
@@ -192,7 +192,8 @@ class WorkerState:
             return by_itself and self.lifecycle.state is State.MISSING
         if not everywhere:
             if restored:
-                self.lifecycle.restore_failed(SnapshotError("another rank has none that could be read"))
+                error = SnapshotError("another rank has none that could be read")
+                self.lifecycle.restore_failed(error, elsewhere=True)
                 self.last_restore = None
             return by_itself or checkpoint_has_the_same
         assert self.last_restore is not None
@@ -292,20 +293,51 @@ class WorkerState:
             )
 
     def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """The weights under checkpoint names, counted as the model takes them."""
+        """The weights under checkpoint names; the last one that the model took is named in errors."""
         for name, weight in checkpoint_names(weights):
-            self._tensors_given += 1
             self._last_given = name
             yield name, weight
 
     def bypassed(self) -> None:
-        """Weights are about to be written that do not come through `incoming`."""
-        self._tensors_given += 1
+        """Weights are about to be written by threads of ours, which nothing watches."""
+        self._bypassed = True
 
-    def drop_transfer(self) -> None:
-        """Forget the transfer session that is open, with all that it has buffered."""
-        self.lifecycle.transfer = None
+    def _wrote(self) -> bool:
+        """Whether the load that has ended, or the session, has changed a tensor of the model."""
+        return self.coverage.touched() or self._bypassed
+
+    def begin_transfer(self) -> None:
+        """A transfer session is about to start; see `end_transfer` for how it may end."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.coverage.begin()
+        self._bypassed = False
+
+    def end_transfer(self, by: str) -> None:
+        """Forget the transfer session that is open, with all that it has buffered: something else came before its end.
+
+        Layers that it has taken apart are put together again. Base weights count as missing if it has written some.
+        """
         seams.abort_layerwise_reload(self.model)
+        wrote = self.lifecycle.transfer is Transfer.MAIN and self._wrote()
+        self.lifecycle.end_transfer(by, wrote)
+        if wrote:
+            self.coverage.lose()
+
+    def apart(self) -> str | None:
+        """What a request has to be told that would run now, though requests may queue: layers are on the meta device.
+
+        So it is while vLLM's layerwise reload buffers what a weight transfer brings.
+        """
+        if self.lifecycle.transfer is not Transfer.MAIN or not any(
+            tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())
+        ):
+            return None
+        return (
+            "a weight transfer is under way and has taken layers of the model apart. Wait for finish_weight_update, "
+            f"or load base weights with {self.lifecycle.loads}, then ask again."
+        )
 
     @contextmanager
     def loading(
@@ -323,18 +355,19 @@ class WorkerState:
             anew: whether layers may be made anew (vLLM's layerwise reload).
         """
         self.must_be_mapped()
-        before = self._tensors_given
         if self._depth == 0:
             self._last_given = None
+            if self.lifecycle.transfer is not Transfer.MAIN:
+                self._begin()
         self._depth += 1
         self.hold()
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
             with torch.no_grad(), base_view(self.model), seams.layers_observed(self.coverage.carry_over):
-                if self._depth > 1 or patches:
+                if self._depth > 1:
                     yield
                 else:
-                    with self.coverage.recording(anew):
+                    with self.coverage.recording(anew, counts=not patches):
                         yield
             if self._depth == 1 and completes:
                 if self.lora.lost:  # its reset at the wake-up did not end
@@ -346,13 +379,12 @@ class WorkerState:
                 note = diagnosis.where(self._last_given, folder)
                 if note and isinstance(error, Exception):
                     diagnosis.annotate(error, note)
-                # Transfer engines also write without `load_weights`, and earlier chunks are there already.
-                wrote = self._tensors_given > before or self.lifecycle.transfer is not None
-                self.lifecycle.load_failed(error, wrote)
                 self.lifecycle.transfer = None
+                seams.abort_layerwise_reload(self.model)
+                wrote = self._wrote()
+                self.lifecycle.load_failed(error, wrote)
                 if wrote:
                     self.coverage.lose()
-                seams.abort_layerwise_reload(self.model)
             raise
         finally:
             self._depth -= 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from . import seams, staging
+from . import diagnosis, seams, staging
 from .base_view import checkpoint_name
 from .lifecycle import State, Transfer
 from .runner import LoRAReloadModelRunner
@@ -38,6 +39,12 @@ class LoRAReloadWorker:
 
     def sleep(self, level: int = 1) -> None:
         state = self.lora_reload
+        if level and state.lifecycle.transfer is not None and not state.lifecycle.asleep:
+            # Its layers may be on the meta device, and what it has buffered in memory that goes.
+            if state.lifecycle.transfer is Transfer.DRAFT and (draft := seams.draft_model(self)) is not None:
+                seams.abort_layerwise_reload(draft)
+            state.end_transfer(f"sleep(level={level})")
+            seams.close_weight_update(self)
         try:
             state.save(level)
             with seams.unmapping_noticed(self.vllm_config) as begun:
@@ -88,8 +95,10 @@ class LoRAReloadWorker:
         """For ``collective_rpc``: how this rank stands.
 
         Returns:
-            ``state``; ``error``, what every request is told now, or None; ``adapters``, what requests for an adapter
-            are told, by id; ``snapshot``, see `lora_reload_take_snapshot`, or None without ``snapshot_dir``;
+            ``state``; ``error``, what every request is told now, or None; ``depth`` of that error, see
+            `Lifecycle.depth`; ``apart``, what requests are told that do not queue, or None, see `WorkerState.apart`;
+            ``adapters``, what requests for an adapter are told, by id;
+            ``snapshot``, see `lora_reload_take_snapshot`, or None without ``snapshot_dir``;
             ``replay``, see `LoadPlan.state`, or None where it is switched off;
             ``last_restore``, how this package brought the base weights back after level 2, or None: ``source``
             (``snapshot`` or ``checkpoint``), ``bytes``, ``seconds``, and ``verify_seconds`` of these; ``ring_bytes``,
@@ -99,6 +108,8 @@ class LoRAReloadWorker:
         return {
             "state": state.lifecycle.state.value,
             "error": state.lifecycle.error(),
+            "depth": state.lifecycle.depth,
+            "apart": state.apart(),
             "adapters": {str(number): why for number, why in state.adapters.broken.items()},
             "snapshot": state.keeper.state() if state.keeper is not None else None,
             "replay": state.plan.state() if state.plan is not None else None,
@@ -229,19 +240,22 @@ class TransferSessions:
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Ends a session that its trainer left open: shards that it buffered would count twice."""
         if self.lora_reload.lifecycle.transfer is Transfer.MAIN:
-            self.lora_reload.drop_transfer()
+            self.lora_reload.end_transfer("reload_weights")
             seams.close_weight_update(self)
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         self.lora_reload.must_be_mapped()
         self.lora_reload.hold()
+        opened = self.lora_reload.lifecycle.transfer is not None
+        if not opened:
+            self.lora_reload.begin_transfer()
         try:
             super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
-            self.lora_reload.lifecycle.transfer = Transfer.MAIN
+            self.lora_reload.lifecycle.started(Transfer.MAIN)
         except BaseException:
-            if self.lora_reload.lifecycle.transfer is None:  # it may have moved some layers to the meta device
-                self.lora_reload.drop_transfer()
+            if not opened:  # it may have moved some layers to the meta device
+                seams.abort_layerwise_reload(self.lora_reload.model)
             raise
         finally:
             self.lora_reload.settle()
@@ -250,7 +264,8 @@ class TransferSessions:
     def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:
         """One chunk. Outside a session vLLM refuses it, and nothing was written."""
         if self.lora_reload.lifecycle.transfer is not Transfer.MAIN:
-            super().update_weights(update_info, *args, **kwargs)  # type: ignore[misc]
+            with self._ended_session_named():
+                super().update_weights(update_info, *args, **kwargs)  # type: ignore[misc]
             return
         patches = _is_sparse(update_info)
         self._patched |= patches
@@ -268,7 +283,8 @@ class TransferSessions:
         """End the session. A draft model's session leaves LoRA state alone."""
         lifecycle = self.lora_reload.lifecycle
         if lifecycle.transfer is not Transfer.MAIN:
-            super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+            with self._ended_session_named():
+                super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
             lifecycle.transfer = None
             return
         try:
@@ -283,6 +299,20 @@ class TransferSessions:
         lifecycle.transfer = None
         self.lora_reload.settle()
 
+    @contextmanager
+    def _ended_session_named(self) -> Iterator[None]:
+        """vLLM says only that no session is open, which a trainer that has opened one does not expect."""
+        try:
+            yield
+        except Exception as error:
+            lifecycle = self.lora_reload.lifecycle
+            if lifecycle.ended and lifecycle.transfer is None:
+                diagnosis.annotate(
+                    error,
+                    f"{lifecycle.ended} has ended the session: call start_weight_update and send all weights again",
+                )
+            raise
+
 
 class DraftSessions:
     """Where a session can update the draft model instead (from 0.26)."""
@@ -290,8 +320,9 @@ class DraftSessions:
     lora_reload: WorkerState
 
     def start_draft_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        self.lora_reload.must_be_mapped()
         super().start_draft_weight_update(*args, **kwargs)  # type: ignore[misc]
-        self.lora_reload.lifecycle.transfer = Transfer.DRAFT
+        self.lora_reload.lifecycle.started(Transfer.DRAFT)
 
 
 class ZeroesWeights:

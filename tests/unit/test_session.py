@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.wrapped import Block, Wrapper
+from tests.support.wrapped import Block, Wrapper, nothing_to_load
 from vllm_lora_reload import AsleepError, seams, session
 from vllm_lora_reload.lifecycle import State
 from vllm_lora_reload.session import WorkerState
@@ -68,7 +68,9 @@ def state(monkeypatch: pytest.MonkeyPatch) -> WorkerState:
     monkeypatch.setattr(session, "LoRAState", FakeLoRA)
     monkeypatch.setattr(session, "UnregisteredTensors", FakeUnregistered)
     monkeypatch.setattr(session, "Adapters", FakeAdapters)
-    return WorkerState(Block(), SimpleNamespace(_adapter_manager="manager"), torch.device("cpu"), Settings())
+    model = Block()
+    manager = SimpleNamespace(_adapter_manager="manager")
+    return WorkerState(model, manager, torch.device("cpu"), Settings(), nothing_to_load(model))
 
 
 @pytest.fixture
@@ -81,6 +83,12 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def is_wrapped(model: nn.Module) -> bool:
     return isinstance(model.up, Wrapper)
+
+
+def take(state: WorkerState) -> None:
+    """As a loader does with `WEIGHT`."""
+    for _ in state.incoming([WEIGHT]):
+        state.model.up.weight.data.copy_(torch.ones(3, 2))  # type: ignore[union-attr,operator]
 
 
 def missing(state: WorkerState) -> WorkerState:
@@ -217,12 +225,38 @@ def test_failure_before_the_first_tensor_leaves_the_state(
     assert aborted == [True] and is_wrapped(state.model)
 
 
+def test_failure_after_a_tensor_that_was_refused_leaves_the_state(state: WorkerState, aborted: list[bool]) -> None:
+    """A redundant tied weight after all others, say: the model has not changed."""
+    with pytest.raises(ValueError), state.loading():
+        next(state.incoming([WEIGHT]))
+        torch.zeros(3).fill_(1)  # what loaders compute is not the model's
+        raise ValueError("no such parameter")
+    assert state.lifecycle.state is State.COMPLETE
+
+
+def test_a_tensor_that_was_replaced_was_changed(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(ValueError), state.loading():
+        state.model.norm.weight = nn.Parameter(torch.zeros(3))  # type: ignore[union-attr]
+        raise ValueError
+    assert state.lifecycle.state is State.MISSING
+
+
+def test_weights_written_unseen_count(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(ValueError), state.loading():
+        state.bypassed()
+        raise ValueError
+    assert state.lifecycle.state is State.MISSING
+    with pytest.raises(ValueError), missing(state).loading():
+        raise ValueError
+    assert state.coverage.missing() == []
+
+
 @pytest.mark.parametrize("error", [RuntimeError("wrong shape"), KeyboardInterrupt()])
 def test_failure_after_the_first_tensor_means_missing(
     state: WorkerState, aborted: list[bool], error: BaseException
 ) -> None:
     with pytest.raises(type(error)), state.loading():
-        next(state.incoming([WEIGHT]))
+        take(state)
         raise error
     assert state.lifecycle.state is State.MISSING
     message = state.lifecycle.error()
@@ -239,7 +273,7 @@ def test_early_failure_while_missing_stays_missing_and_says_why(state: WorkerSta
 
 def test_earlier_loads_do_not_count(state: WorkerState, aborted: list[bool]) -> None:
     with state.loading():
-        list(state.incoming([WEIGHT]))
+        take(state)
     with pytest.raises(RuntimeError), state.loading():
         raise RuntimeError
     assert state.lifecycle.state is State.COMPLETE
@@ -248,14 +282,14 @@ def test_earlier_loads_do_not_count(state: WorkerState, aborted: list[bool]) -> 
 def test_tensors_given_to_an_inner_block_count(state: WorkerState, aborted: list[bool]) -> None:
     with pytest.raises(RuntimeError), state.loading():
         with state.loading():
-            list(state.incoming([WEIGHT]))
+            take(state)
         raise RuntimeError
     assert state.lifecycle.state is State.MISSING
 
 
 def test_inner_failure_ends_the_whole_load_once(state: WorkerState, aborted: list[bool]) -> None:
     with pytest.raises(RuntimeError), state.loading(), state.loading():
-        next(state.incoming([WEIGHT]))
+        take(state)
         raise RuntimeError
     assert aborted == [True] and state.lifecycle.state is State.MISSING
 
@@ -263,7 +297,7 @@ def test_inner_failure_ends_the_whole_load_once(state: WorkerState, aborted: lis
 def test_inner_failure_that_is_handled_decides_nothing(state: WorkerState, aborted: list[bool]) -> None:
     with missing(state).loading():
         with pytest.raises(RuntimeError), state.loading():
-            next(state.incoming([WEIGHT]))
+            take(state)
             raise RuntimeError
         assert not is_wrapped(state.model)
     assert aborted == [] and state.lifecycle.state is State.COMPLETE
@@ -277,7 +311,7 @@ def test_success_aborts_nothing(state: WorkerState, aborted: list[bool]) -> None
 
 def test_good_load_after_a_failure_completes(state: WorkerState, aborted: list[bool]) -> None:
     with pytest.raises(RuntimeError), state.loading(), state.loading():
-        next(state.incoming([WEIGHT]))
+        take(state)
         raise RuntimeError
     with state.loading():
         pass
