@@ -105,7 +105,7 @@ class WorkerState:
         self.has_to_load = False
         # For memory that is taken without a sleep, which nobody can announce. No load brings what these hold.
         self._canary = Canary(device) if sleeps else None
-        self._at_start = Copies(self._not_loaded()) if sleeps else None
+        self._at_start: Copies | None = None
         self._buffers: Copies | None = None
         self._depth = 0
         self._changed = False  # by a load, since the keeper was last told
@@ -124,10 +124,14 @@ class WorkerState:
         brought = {storage_key(tensor) for tensor in self.coverage.loaded_buffers()}
         return storages((*parameters, *buffers, *unregistered), self._device, self.lora.storages, kept, brought)
 
-    def _not_loaded(self) -> list[torch.Tensor]:
-        """Tensors on the device that no load brings, LoRA state aside."""
-        buffers = [b for b in self.model.buffers() if b.device.type == self._device.type]
-        return [*buffers, *(tensor for _, tensor in self.unregistered.named())]
+    def started(self) -> None:
+        """The model is there; what is allocated from now on is outside the weights pool."""
+        if self._canary is not None:
+            self._at_start = Copies([*self._buffers_on_device(), *(tensor for _, tensor in self.unregistered.named())])
+            self.lora.keep_initial()
+
+    def _buffers_on_device(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self.model.buffers() if buffer.device.type == self._device.type]
 
     def hold(self) -> None:
         """Base weights may change or go from now on: nobody is to read them."""
@@ -164,7 +168,7 @@ class WorkerState:
 
     def save_buffers(self) -> None:
         """Before the weights pool is unmapped behind the worker's back: vLLM keeps buffers only in its own sleep."""
-        self._buffers = Copies(b for b in self.model.buffers() if b.device.type == self._device.type)
+        self._buffers = Copies(self._buffers_on_device())
 
     def slept(self, level: int, error: BaseException | None = None) -> None:
         """The weights pool is unmapped, or a part of it before an `error`."""

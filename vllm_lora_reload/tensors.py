@@ -177,21 +177,23 @@ class Copies:
                 whole_storage(tensor).copy_(saved)
 
 
+_CANARY = list(range(101, 165))
+
+
 class Canary:
     """A few bytes in the weights pool that nothing writes to: whoever takes the pool's memory takes them too."""
 
     def __init__(self, device: torch.device) -> None:
-        self._bytes = torch.arange(1, 65, dtype=torch.uint8, device="cpu")
         self._in_pool = torch.empty(64, dtype=torch.uint8, device=device)
         self.renew()
 
     def alive(self) -> bool:
         """Whether they are as they were. The memory must be mapped."""
-        return torch.equal(self._in_pool.cpu(), self._bytes)
+        return self._in_pool.tolist() == _CANARY
 
     def renew(self) -> None:
         """All of the pool is right, or is known not to be."""
-        self._in_pool.copy_(self._bytes)
+        self._in_pool.copy_(torch.tensor(_CANARY, dtype=torch.uint8, device="cpu"))
 
 
 class UnregisteredTensors:

@@ -34,6 +34,7 @@ class LoRAReloadWorker:
         with seams.loading_observed(self.model_runner.watch_first_load, self.model_runner.watch_processing):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload = self.model_runner.lora_reload
+        self.lora_reload.started()
         self._stop_watching = seams.pool_watched(self.vllm_config, self._unmapping, self._mapped)
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:

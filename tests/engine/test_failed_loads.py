@@ -548,7 +548,7 @@ def test_session_left_open(case: Case, then: str, asleep: bool) -> None:
 
 @pytest.mark.parametrize("case", ["transfer"], indirect=True)
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("chunks", [0, 1, 4])
+@pytest.mark.parametrize("chunks", [0, 4])
 def test_a_session_over_a_sleep(case: Case, level: int, chunks: int) -> None:
     """The sleep ends it with every layer in its place, and the trainer is told to begin again."""
     rpc = case.engine.llm.collective_rpc
@@ -566,8 +566,8 @@ def test_a_session_over_a_sleep(case: Case, level: int, chunks: int) -> None:
     for method, args in (("update_weights", ({"weights": pairs[:CHUNK]},)), ("finish_weight_update", ())):
         with pytest.raises(RuntimeError, match=again):
             rpc(method, args=args)
-    # The first layer is whole after four chunks, and may be another than before.
-    if level == 1 and chunks < 4:
+    # Layers of one tensor are whole after one chunk, and may be others than before.
+    if level == 1 and not chunks:
         assert case.state() == "complete" and case.engine.differing() == []
     else:
         assert case.state() == "missing"

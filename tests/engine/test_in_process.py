@@ -323,7 +323,7 @@ def test_a_load_brings_everything_back_whatever_memory_held(engine: Engine, way:
     else:
         for item in engine.checkpoint_tensors().items():
             if engine.worker.lora_reload_status()["state"] == "missing":
-                with pytest.raises(WeightsMissingError, match="taken without sleep|have not been loaded"):
+                with pytest.raises(WeightsMissingError, match=r"taken without sleep|have not been loaded"):
                     engine.ask("base")
             engine.model.load_weights([item])
     # What index tables hold is that of the last batch.

@@ -198,12 +198,14 @@ def test_load_model_extends_the_runner_first_and_shares_its_state() -> None:
 
         def load_model(self, *, dummy: bool) -> None:
             assert isinstance(self.model_runner, LoRAReloadModelRunner) and isinstance(self.model_runner, Runner)
-            self.model_runner.lora_reload = ("state", dummy)
+            self.model_runner.lora_reload = SimpleNamespace(dummy=dummy, started=lambda: started.append(dummy))
 
+    started: list[bool] = []
     worker: Any = Worker()
     extend(worker)
     worker.load_model(dummy=True)
-    assert worker.lora_reload == ("state", True)
+    assert worker.lora_reload is worker.model_runner.lora_reload and worker.lora_reload.dummy
+    assert started == [True]
 
 
 # --- Sleep and wake-up --------------------------------------------------------------------------------------------
