@@ -2,12 +2,16 @@
 
 What loaders return says little (some models return nothing, fused layers name a parameter after its first shard), so
 writes are watched instead: a parameter is there again once as many distinct bytes of its storage were written as the
-first load wrote at start-up. Parameters that the first load did not write (default scales and the like) are not waited
-for; nobody reloads them, so they are kept on the host over the sleep.
+first load wrote at start-up. A constant that fills memory is no load. Parameters that the first load did not write
+(default scales and the like) are not waited for; nobody reloads them, so they are kept on the host over the sleep.
+
+Where the first load could not be watched, since the weights were made up (``load_format="dummy"``) or a loader wrote
+them on its own, nobody knows what a load leaves out. Then every byte of every parameter is waited for.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import seams
+from .extent import Extent
 from .tensors import written_by
 
 Region = tuple[object, ...]
@@ -52,51 +57,103 @@ class Identities:
         return identity(tensor)
 
 
+_FILLS = ("fill_", "zero_", "masked_fill_", "index_fill_", "_foreach_zero_")
+
+
 class WriteRecorder(TorchDispatchMode):
-    """Notes which regions of the watched storages are written while the mode is on.
+    """Notes which bytes of the watched storages are written while the mode is on.
 
     Args:
         watched: by `Identities.of`, which must be kept as long as this.
+        fills: whether constants count: always; never, but for single elements, which loaders also fill with a number
+            that they were given; or, as None, only after something was copied to the same storage, as loaders zero
+            what they have not loaded.
+
+    Attributes:
+        written_to: all storages that were written to, watched or not.
     """
 
-    def __init__(self, watched: Iterable[int]) -> None:
+    def __init__(self, watched: Iterable[int], fills: bool | None = False) -> None:
         super().__init__()
-        self._regions: dict[int, dict[Region, int]] = {key: {} for key in watched}
+        self._regions: dict[int, Extent] = {key: Extent() for key in watched}
+        self._fills = fills
+        self._copied_to: set[int] = set()
         self._identities = Identities()
         self._sources: set[int] = set()
+        self.written_to: set[int] = set()
 
     def source(self, tensor: torch.Tensor) -> None:
         """A copy of `tensor`, which holds unset memory, counts only as far as something was written to it before."""
         key = self._identities.of(tensor)
         self._sources.add(key)
-        self._regions[key] = {}
+        self._regions[key] = Extent()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for tensor in written_by(func, args, kwargs):
-            self.note(tensor, args[1] if func is torch.ops.aten.copy_.default else None)
+            self.note_write(func, tensor, args)
         return out
+
+    def note_write(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+        """Count what an operator has written."""
+        self.written_to.add(key := identity(tensor))
+        if key not in self._regions:
+            return
+        if not _is_fill(func) or _is_given(args):
+            self._copied_to.add(key)
+        elif not (tensor.numel() == 1 or self._fills or (self._fills is None and key in self._copied_to)):
+            return
+        self.note(tensor, args[1] if func is torch.ops.aten.copy_.default else None)
 
     def note(self, tensor: torch.Tensor, copied: object = None) -> None:
         """Count a tensor as written, if its storage is watched."""
         if not tensor.is_meta and (key := identity(tensor)) in self._regions:
-            size = tensor.numel() * tensor.element_size()
+            most = None
             if isinstance(copied, torch.Tensor) and not copied.is_meta and (of := identity(copied)) in self._sources:
-                size = min(size, self.written(of))
-            self._regions[key][region(int(tensor.storage_offset()), tensor.shape, tensor.stride())] = size
+                most = self.written(of)
+            self._regions[key].add(tensor, most)
 
     def written(self, key: int) -> int:
-        """Bytes written to the storage so far; what was written twice through views of one region counts once."""
-        return sum(self._regions[key].values())
+        """Distinct bytes of the storage that were written so far; see `Extent`."""
+        return self._regions[key].size
 
     def forget(self, keys: Iterable[int]) -> None:
         """Watch these storages from now on as if nothing had been written to them."""
-        self._regions.update({key: {} for key in keys})
+        self._regions.update({key: Extent() for key in keys})
+        self._copied_to.difference_update(keys)
 
     def for_processing(self) -> WriteRecorder:
-        """A recorder of the same storages for the step after the load."""
-        return WriteRecorder(self._regions)
+        """A recorder of the same storages for the step after the load, in which constants count."""
+        return WriteRecorder(self._regions, fills=True)
+
+
+@functools.cache
+def _is_fill(func: Any) -> bool:
+    return getattr(func, "_schema", None) is not None and func._schema.name.removeprefix("aten::") in _FILLS
+
+
+def _is_given(args: tuple[Any, ...]) -> bool:
+    """Whether memory is filled with a tensor's number, which a loader may have been given; zero is a constant."""
+    value = args[-1] if len(args) > 1 else None
+    return isinstance(value, torch.Tensor) and (value.device.type != "cpu" or bool(value != 0))
+
+
+class Touched(TorchDispatchMode):
+    """Notes only which storages are written to.
+
+    Args:
+        written_to: is given them.
+    """
+
+    def __init__(self, written_to: set[int]) -> None:
+        super().__init__()
+        self.written_to = written_to
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.written_to.update(identity(tensor) for tensor in written_by(func, args, kwargs or {}))
+        return out
 
 
 class FirstLoad:
@@ -181,11 +238,11 @@ class Coverage:
 
     Args:
         model: the model as it runs, without LoRA wrappers in its tree (inside the base view).
-        first: the reference, or None where the start-up load could not be watched. Then single tensors are not
-            followed, and a load that succeeds counts as complete.
+        first: the reference, or None where the start-up load could not be watched.
 
     Attributes:
         unloaded: parameters that the first load did not write.
+        guessed: whether there is no reference, so that all parameters are waited for.
     """
 
     def __init__(self, model: nn.Module, first: FirstLoad | None) -> None:
@@ -193,6 +250,7 @@ class Coverage:
         self._identities = Identities()
         self._needed: dict[int, tuple[str, int]] = {}
         self._lasting: dict[nn.Module, list[str]] = {}
+        self.guessed = first is None or not first.known
         self._brought = first.brought if first is not None else {}
         self._keys: dict[nn.Module, list[int]] = {}  # of what is needed, by module
         self._made: dict[nn.Module, list[tuple[torch.Tensor, int]]] = {}
@@ -205,7 +263,9 @@ class Coverage:
             if buffer is not None and name not in module._non_persistent_buffers_set
             if first is None or not first.known or identity(buffer) in first.written
         ]
-        if first is not None and first.known:
+        if self.guessed:
+            self._need_all()
+        elif first is not None:
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     if not parameter.is_meta and parameter.untyped_storage().nbytes():
@@ -216,9 +276,21 @@ class Coverage:
                         *(n for n, b in module._buffers.items() if b is not None and first.never_derived(b)),
                     ]
         self._as_loaded = self._needed.keys() & (first.as_loaded if first is not None else set())
+        self._written_to: set[int] = set()
+        self._tree = self._identities_by_place()
         self._missing: dict[int, tuple[str, int]] = {}
         self._recorder: WriteRecorder | None = None
         self._active: WriteRecorder | None = None
+
+    def _need_all(self) -> None:
+        extents: dict[int, Extent] = {}
+        for name, parameter in self._model.named_parameters():
+            if not parameter.is_meta and parameter.untyped_storage().nbytes():
+                key = self._identities.of(parameter)
+                extents.setdefault(key, Extent()).add(parameter)
+                self._needed[key] = (self._needed.get(key, (name, 0))[0], extents[key].size)
+        for module in self._model.modules():
+            self._keys[module] = [identity(p) for p in module._parameters.values() if p is not None]
 
     def _add(self, name: str, parameter: torch.Tensor, module: nn.Module, first: FirstLoad) -> None:
         key = self._identities.of(parameter)
@@ -249,7 +321,11 @@ class Coverage:
             running: its running tensors by name.
         """
         made = self._made[layer] = []
-        for name, size in self._brought.get(layer, {}).items():
+        brought = self._brought.get(layer, {})
+        if self.guessed:
+            new_parameters = {name: p for name, p in layer._parameters.items() if p is not None and not p.is_meta}
+            brought = {name: p.untyped_storage().nbytes() for name, p in new_parameters.items()}
+        for name, size in brought.items():
             new, old = getattr(layer, name, None), running.get(name)
             if self._active is None or not isinstance(new, torch.Tensor) or new is old or new.is_meta:
                 continue
@@ -268,7 +344,11 @@ class Coverage:
     def _is_as_loaded(self, running: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether a running tensor is what a load would write into `new`, not changed since."""
         alike = (running.shape, running.stride(), running.dtype) == (new.shape, new.stride(), new.dtype)
-        return alike and identity(running) in self._as_loaded
+        return alike and self.is_as_loaded(running)
+
+    def is_as_loaded(self, running: torch.Tensor) -> bool:
+        """Whether a running tensor is one that the first load wrote and nothing has changed since."""
+        return identity(running) in self._as_loaded
 
     def _judge(self, layer: nn.Module) -> None:
         """Note whether a load has brought less of a layer that was made anew than the first load did."""
@@ -290,34 +370,60 @@ class Coverage:
     def lose(self) -> None:
         """Count every tensor that a load brings as missing."""
         self._missing = dict(self._needed)
-        self._recorder = WriteRecorder(self._missing) if self._missing else None
+        self._recorder = WriteRecorder(self._missing, self._fills) if self._missing else None
+
+    @property
+    def _fills(self) -> bool | None:
+        # Padding, which is a part of what is waited for if there is no reference, is filled once the rest is loaded.
+        return None if self.guessed else False
 
     @contextmanager
-    def recording(self, anew: bool = False) -> Iterator[None]:
+    def recording(self, anew: bool = False, counts: bool = True) -> Iterator[None]:
         """Watch a load.
 
         Args:
-            anew: whether the load may make layers anew. If not, and while nothing is missing, this does nothing.
+            anew: whether the load may make layers anew.
+            counts: whether what is written is loaded by that.
         """
-        if self._recorder is None and not anew:
-            yield
+        if not counts or (self._recorder is None and not anew):
+            with Touched(self._written_to):
+                yield
             return
         self._made.clear()
         self._short.clear()
-        self._active = self._recorder or WriteRecorder(())
+        self._active = active = self._recorder or WriteRecorder((), self._fills)
+        active.written_to = self._written_to
         try:
-            with self._active:
+            with active:
                 yield
             for layer in list(self._made):
                 self._judge(layer)
-            self._count(self._active)
+            self._count(active)
         finally:
             self._active = None
 
+    def _identities_by_place(self) -> dict[tuple[int, str], int]:
+        return {
+            (id(module), name): identity(tensor)
+            for module in self._model.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and not tensor.is_meta
+        }
+
+    def begin(self) -> None:
+        """A load of one or several `recording` blocks begins."""
+        self._written_to.clear()
+
+    def touched(self) -> bool:
+        """Whether a tensor of the model was written to or replaced since `begin`. No layer may be taken apart now."""
+        before, self._tree = self._tree, self._identities_by_place()
+        return before != self._tree or not self._written_to.isdisjoint(self._tree.values())
+
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """In a `recording` block: threads of ours, which nothing watches, have written these."""
-        if self._active is not None:
-            for tensor in tensors:
+        for tensor in tensors:
+            self._written_to.add(identity(tensor))
+            if self._active is not None:
                 self._active.note(tensor)
 
     def _count(self, recorder: WriteRecorder) -> None:

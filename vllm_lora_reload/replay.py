@@ -265,8 +265,8 @@ class ReadRecorder(WriteRecorder):
         spoiled: why no plan can be made of this, or None.
     """
 
-    def __init__(self, watched: Iterable[int]) -> None:
-        super().__init__(watched)
+    def __init__(self, watched: Iterable[int], fills: bool | None = False) -> None:
+        super().__init__(watched, fills)
         self.reads: dict[int, str] = {}
         self.events: dict[int, list[Event]] = {}
         self.changes: dict[int, str] = {}
@@ -287,7 +287,7 @@ class ReadRecorder(WriteRecorder):
             except Exception as error:  # exotic tensors; start-up is not to fail for them
                 self.spoil(f"{func} could not be followed: {type(error).__name__}: {error}")
         for tensor in written:
-            self.note(tensor, args[1] if func is _aten.copy_.default else None)
+            self.note_write(func, tensor, args)
         return out
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> None:
@@ -336,7 +336,7 @@ class LoadRecorder(ReadRecorder):
 
     def for_processing(self) -> ReadRecorder:
         self._finish()
-        return ReadRecorder(self._regions)
+        return ReadRecorder(self._regions, fills=True)
 
     def given(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights that a load gets, noted as it takes them."""
@@ -577,13 +577,14 @@ class LoadPlan:
             prefix = prefixes.get(module, type(module).__name__)
             self._names.setdefault(key, checkpoint_name(f"{prefix}.{name}" if prefix else name))
         names, self._identities = self._names, first.identities
-        for key in first.written:
+        written = first.written.keys() | loaded.events.keys()  # with those that hold constants alone
+        for key in written:
             if key in processed.reads:
                 raise NoReplay(f"{names[key]} is read by {processed.reads[key]} after it was loaded")
             if key in processed.changes:
                 raise NoReplay(f"{names[key]} is changed by {processed.changes[key]} after it was loaded")
-        self._owners = {key: (module, name) for module, name, key in first.owners if key in first.written}
-        for key in first.written:
+        self._owners = {key: (module, name) for module, name, key in first.owners if key in written}
+        for key in written:
             if self._storage(key).device.type != device.type:
                 raise NoReplay(f"{names[key]} is not on {device}")
         if absent := sorted(name for key, name in coverage.needed.items() if key not in first.written):
@@ -741,6 +742,7 @@ class Replay:
         try:
             for target, value in self.fills:
                 target.fill_(value)
+            coverage.wrote(target for target, _ in self.fills)
             ring.read(self.pieces)
             coverage.wrote(piece.target for pieces in self.pieces.values() for piece in pieces)
             if self.rest:

@@ -83,7 +83,10 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             snapshot.Engine(**seams.identity(vllm_config)) if settings.snapshot_dir else None,
             files,
             self._files_before,
+            seams.sleeps(vllm_config),
         )
+        if not seams.can_read_checkpoint(self):
+            self.lora_reload.lifecycle.loads = "a weight transfer or model.load_weights(...)"
         model.load_weights = _through_base_view(model.load_weights, self.lora_reload)
         if settings.replay == "on":
             self.lora_reload.plan = LoadPlan.of(first, self.lora_reload.coverage, device, files)

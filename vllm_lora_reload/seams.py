@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -337,6 +337,12 @@ def checkpoint(runner: Any) -> str:
     return str(runner.model_config.model)
 
 
+def can_read_checkpoint(runner: Any) -> bool:
+    """Whether ``reload_weights`` can read weights by itself: with dummy weights, say, there is nothing to read."""
+    loader = _find("vllm.model_executor.model_loader", "get_model_loader")(runner.load_config)
+    return hasattr(loader, "get_all_weights")
+
+
 def checkpoint_files(runner: Any, model: nn.Module) -> list[Path]:
     """The safetensors files that vLLM's loader would read now; of a hub's model, those that were downloaded.
 
@@ -642,6 +648,12 @@ def close_weight_update(worker: Any) -> None:
             worker.weight_transfer_engine.reset_weight_update_target()
 
 
+def draft_model(worker: Any) -> nn.Module | None:
+    """The speculative draft model, where a worker can be asked for it (from 0.26) and has one."""
+    get_draft_model = getattr(worker, "get_draft_model", None)
+    return get_draft_model() if get_draft_model is not None else None
+
+
 def takes_kernel_format(worker: Any, update_info: Any) -> bool:
     """Whether a transfer copies tensors as they are into parameters, broadcasting what is too small (before 0.26)."""
     if not isinstance(update_info, dict):
@@ -653,10 +665,20 @@ def takes_kernel_format(worker: Any, update_info: Any) -> bool:
 
 
 @contextmanager
-def layers_observed(made: Callable[[nn.Module, dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """Call ``made(layer, running tensors by name)`` for every layer whose tensors a layerwise reload has allocated."""
+def layers_observed(
+    made: Callable[[nn.Module, dict[str, torch.Tensor]], None], as_loaded: Callable[[torch.Tensor], bool]
+) -> Iterator[None]:
+    """Call ``made(layer, running tensors by name)`` for every layer whose tensors a layerwise reload has allocated.
 
-    def wrap(materialize: Any) -> Any:
+    A layer that begins a layerwise reload in the block takes all that is loaded into it. vLLM counts elements and drops
+    what comes when there were as many as the layer has: of tensors that a checkpoint has once for each shard of a fused
+    layer (shapes of packed weights) the last one, which is what a first load leaves there.
+
+    Args:
+        as_loaded: whether a running tensor is what a load writes, not processed since.
+    """
+
+    def wrap_materialize(materialize: Any) -> Any:
         def materialize_layer(layer: nn.Module, *args: Any) -> None:
             materialize(layer, *args)
             info = _find(_LAYERWISE, "LAYERWISE_INFO")[layer]
@@ -666,7 +688,28 @@ def layers_observed(made: Callable[[nn.Module, dict[str, torch.Tensor]], None]) 
 
         return materialize_layer
 
-    with _replaced(_LAYERWISE, materialize_layer=wrap):
+    def wrap_make(make: Any) -> Any:
+        def make_online_process_loader(layer: nn.Module, param_name: str) -> Any:
+            original = _find(_LAYERWISE, "_get_original_loader")(getattr(layer, param_name))
+            loader = make(layer, param_name)
+            info = _find(_LAYERWISE, "LAYERWISE_INFO")[layer]
+
+            @functools.wraps(loader)
+            def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+                if info.load_numel_total is not None:
+                    return loader(*args, **kwargs)
+                bound, running = inspect.signature(original).bind(*args, **kwargs), getattr(layer, param_name, None)
+                same_kind = type(running) is type(bound.arguments.get("param"))
+                if running is None or not same_kind or not as_loaded(running):
+                    return loader(*args, **kwargs)
+                bound.arguments["param"] = running
+                return original(*bound.args, **bound.kwargs)
+
+            return online_process_loader
+
+        return make_online_process_loader
+
+    with _replaced(_LAYERWISE, materialize_layer=wrap_materialize, make_online_process_loader=wrap_make):
         yield
 
 
@@ -761,6 +804,66 @@ def unmapping_noticed(vllm_config: Any) -> Iterator[Callable[[], bool]]:
         allocator.sleep = real
 
 
+def pool_watched(
+    vllm_config: Any, unmapping: Callable[[int], AbstractContextManager[None]], mapped: Callable[[], None]
+) -> Callable[[], None]:
+    """From now on, whoever asks vLLM's allocator to unmap the weights pool does so in ``unmapping(level)``.
+
+    Frameworks drive the allocator themselves, without the worker. ``mapped()`` is called when the pool is mapped again.
+
+    Returns:
+        What ends this.
+    """
+    platform = _find("vllm.platforms", "current_platform")
+    backend = getattr(vllm_config.model_config, "sleep_mode_backend", "cumem")  # from 0.26
+    if backend != "cumem" or not platform.is_cuda_alike() or not vllm_config.model_config.enable_sleep_mode:
+        return lambda: None
+    cls = _find("vllm.device_allocator.cumem", "CuMemAllocator")
+    allocator = cls.get_instance()
+    hooks: dict[str, Any] = {}
+
+    def hook(name: str, around: Callable[[Any], AbstractContextManager[Any]]) -> None:
+        if (real := getattr(cls, name, None)) is None:
+            return
+
+        @functools.wraps(real)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(real).bind(allocator, *args, **kwargs).arguments
+            with around(next((value for key, value in given.items() if key != "self"), None)):
+                return getattr(type(allocator), name)(allocator, *args, **kwargs)
+
+        hooks[name] = wrapped
+
+    def names_weights(tags: Any) -> bool:
+        return "weights" in ((tags,) if isinstance(tags, str) else tags or ())
+
+    @contextmanager
+    def waking(tags: Any) -> Iterator[None]:
+        yield
+        if tags is None or names_weights(tags):
+            mapped()
+
+    hook("sleep", lambda offloaded: unmapping(1 if names_weights(offloaded) else 2))
+    hook("discard", lambda tags: unmapping(2) if names_weights(tags) else nullcontext())
+    hook("wake_up", waking)
+    vars(allocator).update(hooks)
+
+    def end() -> None:
+        for name, wrapped in hooks.items():
+            if vars(allocator).get(name) is wrapped:
+                del vars(allocator)[name]
+
+    return end
+
+
+def take_saved_buffers(worker: Any) -> None:
+    """Put back the buffers that a worker's own sleep has saved, as its own wake-up would do, and only once."""
+    saved, worker._sleep_saved_buffers = getattr(worker, "_sleep_saved_buffers", {}), {}
+    for name, buffer in worker.model_runner.model.named_buffers():
+        if name in saved:
+            buffer.data.copy_(saved[name].data)
+
+
 def check() -> None:
     """Look for every seam that a worker needs.
 
@@ -783,5 +886,6 @@ def check() -> None:
         (_LAYERWISE, "_place_kernel_tensors"),
         (_LAYERWISE, "_get_original_loader"),
         (_LAYERWISE, "materialize_layer"),
+        (_LAYERWISE, "make_online_process_loader"),
     ):
         _find(module, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,13 +16,13 @@ from .base_view import base_view, checkpoint_name, checkpoint_names
 from .coverage import Coverage, FirstLoad
 from .errors import AsleepError, SnapshotError
 from .keeper import SnapshotKeeper
-from .lifecycle import Lifecycle, State
+from .lifecycle import Lifecycle, State, Transfer
 from .lora_state import LoRAState
 from .replay import LoadPlan, NoReplay
 from .ring import Ring
 from .settings import Settings
 from .snapshot import Engine, FileStates, Storage, file_states, storages
-from .tensors import UnregisteredTensors, storage_key
+from .tensors import Canary, Copies, UnregisteredTensors, storage_key
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +44,7 @@ class WorkerState:
         engine: what snapshots belong to, where there are any.
         files: names the files that the weights are loaded from; raises `NoReplay` if that cannot be told.
         before: their `file_states` before the load at start-up.
+        sleeps: whether the engine can lose the weights pool.
 
     Attributes:
         lifecycle: where the worker stands.
@@ -69,6 +70,7 @@ class WorkerState:
         engine: Engine | None = None,
         files: Callable[[], list[Path]] | None = None,
         before: FileStates | None = None,
+        sleeps: bool = False,
     ) -> None:
         self.model = model
         self._device = device
@@ -101,9 +103,13 @@ class WorkerState:
         self._files = before if before is not None and before == self._file_states() else None
         self._all_on_device = all(tensor.device.type == device.type for tensor in model.parameters())
         self.has_to_load = False
+        # For memory that is taken without a sleep, which nobody can announce. No load brings what these hold.
+        self._canary = Canary(device) if sleeps else None
+        self._at_start: Copies | None = None
+        self._buffers: Copies | None = None
         self._depth = 0
         self._changed = False  # by a load, since the keeper was last told
-        self._tensors_given = 0
+        self._bypassed = False
         self._last_given: str | None = None
 
     def base_storages(self) -> list[Storage]:
@@ -117,6 +123,15 @@ class WorkerState:
         kept -= {storage_key(tensor) for _, tensor in parameters} - unloaded
         brought = {storage_key(tensor) for tensor in self.coverage.loaded_buffers()}
         return storages((*parameters, *buffers, *unregistered), self._device, self.lora.storages, kept, brought)
+
+    def started(self) -> None:
+        """The model is there; what is allocated from now on is outside the weights pool."""
+        if self._canary is not None:
+            self._at_start = Copies([*self._buffers_on_device(), *(tensor for _, tensor in self.unregistered.named())])
+            self.lora.keep_initial()
+
+    def _buffers_on_device(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self.model.buffers() if buffer.device.type == self._device.type]
 
     def hold(self) -> None:
         """Base weights may change or go from now on: nobody is to read them."""
@@ -150,6 +165,10 @@ class WorkerState:
             self.unregistered.save()
             if self.keeper is not None:
                 self.keeper.compare(self.lifecycle.state is State.COMPLETE)
+
+    def save_buffers(self) -> None:
+        """Before the weights pool is unmapped behind the worker's back: vLLM keeps buffers only in its own sleep."""
+        self._buffers = Copies(self._buffers_on_device())
 
     def slept(self, level: int, error: BaseException | None = None) -> None:
         """The weights pool is unmapped, or a part of it before an `error`."""
@@ -194,7 +213,8 @@ class WorkerState:
             return by_itself and self.lifecycle.state is State.MISSING
         if not everywhere:
             if restored:
-                self.lifecycle.restore_failed(SnapshotError("another rank has none that could be read"))
+                error = SnapshotError("another rank has none that could be read")
+                self.lifecycle.restore_failed(error, elsewhere=True)
                 self.last_restore = None
             if discarded and not usable:
                 self._without_snapshot(keeper, checkpoint_has_the_same)
@@ -273,17 +293,42 @@ class WorkerState:
 
     def woke(self, reset: Callable[[], None]) -> None:
         """The weights pool is mapped again: bring back all that a load does not, LoRA state with `reset`."""
+        self.mapped(reset)
+        if self.settings.adapters == "keep":
+            self.adapters.read_changed()
+
+    def mapped(self, reset: Callable[[], None]) -> None:
+        """As `woke`, without asking other ranks."""
         discarded = self.lifecycle.state is State.DISCARDED
         if discarded:
             self.unregistered.restore()  # while asleep: what an interrupt stops here the next wake-up does
+            if self._buffers is not None:
+                self._buffers.restore()
+            if self._canary is not None:
+                self._canary.renew()
+        self._buffers = None
         self.lifecycle.woke()
         self.adapters.woke()
         if discarded:
             reset()
         else:
             self.adapters.put_pending()
-        if self.settings.adapters == "keep":
-            self.adapters.read_changed()
+
+    def _notice_loss(self) -> None:
+        """Memory may have been taken and given back by something that this package does not see.
+
+        Then all that a load does not bring is put back, LoRA state at the load's end.
+        """
+        if self._canary is None or self._canary.alive():
+            return
+        logger.warning("The memory of the weights was taken without sleep(level=2): all of it is brought back")
+        if self._at_start is not None:
+            self._at_start.restore()
+        self._canary.renew()
+        self.lora.lost = True
+        self.coverage.lose()
+        self.lifecycle.lost()
+        self.last_restore = None
 
     def absent(self) -> None:
         """Take part in what ranks that wake up decide together, though this one does not: they would wait for it."""
@@ -304,20 +349,60 @@ class WorkerState:
             )
 
     def incoming(self, weights: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """The weights under checkpoint names, counted as the model takes them."""
+        """The weights under checkpoint names; the last one that the model took is named in errors."""
         for name, weight in checkpoint_names(weights):
-            self._tensors_given += 1
             self._last_given = name
             yield name, weight
 
     def bypassed(self) -> None:
-        """Weights are about to be written that do not come through `incoming`."""
-        self._tensors_given += 1
+        """Weights are about to be written by threads of ours, which nothing watches."""
+        self._bypassed = True
 
-    def drop_transfer(self) -> None:
-        """Forget the transfer session that is open, with all that it has buffered."""
-        self.lifecycle.transfer = None
+    def _wrote(self) -> bool:
+        """Whether the load that has ended, or the session, has changed a tensor of the model."""
+        return self.coverage.touched() or self._bypassed
+
+    @contextmanager
+    def starting_transfer(self) -> Iterator[None]:
+        """A transfer session starts in this block; see `end_transfer` for how it may end."""
+        if self.lifecycle.transfer is None:
+            self._begin()
+        with self.layers_observed():
+            yield
+
+    def layers_observed(self) -> AbstractContextManager[None]:
+        """What a layerwise reload needs to know, where it begins and where it goes on."""
+        return seams.layers_observed(self.coverage.carry_over, self.coverage.is_as_loaded)
+
+    def _begin(self) -> None:
+        self._notice_loss()
+        self.coverage.begin()
+        self._bypassed = False
+
+    def end_transfer(self, by: str) -> None:
+        """Forget the transfer session that is open, with all that it has buffered: something else came before its end.
+
+        Layers that it has taken apart are put together again. Base weights count as missing if it has written some.
+        """
         seams.abort_layerwise_reload(self.model)
+        wrote = self.lifecycle.transfer is Transfer.MAIN and self._wrote()
+        self.lifecycle.end_transfer(by, wrote)
+        if wrote:
+            self.coverage.lose()
+
+    def apart(self) -> str | None:
+        """What a request has to be told that would run now, though requests may queue: layers are on the meta device.
+
+        So it is while vLLM's layerwise reload buffers what a weight transfer brings.
+        """
+        if self.lifecycle.transfer is not Transfer.MAIN or not any(
+            tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())
+        ):
+            return None
+        return (
+            "a weight transfer is under way and has taken layers of the model apart. Wait for finish_weight_update, "
+            f"or load base weights with {self.lifecycle.loads}, then ask again."
+        )
 
     @contextmanager
     def loading(
@@ -335,18 +420,19 @@ class WorkerState:
             anew: whether layers may be made anew (vLLM's layerwise reload).
         """
         self.must_be_mapped()
-        before = self._tensors_given
         if self._depth == 0:
             self._last_given = None
+            if self.lifecycle.transfer is not Transfer.MAIN:
+                self._begin()
         self._depth += 1
         self.hold()
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
-            with torch.no_grad(), base_view(self.model), seams.layers_observed(self.coverage.carry_over):
-                if self._depth > 1 or patches:
+            with torch.no_grad(), base_view(self.model), self.layers_observed():
+                if self._depth > 1:
                     yield
                 else:
-                    with self.coverage.recording(anew):
+                    with self.coverage.recording(anew, counts=not patches):
                         yield
             if self._depth == 1 and completes:
                 if self.lora.lost:  # its reset at the wake-up did not end
@@ -358,13 +444,12 @@ class WorkerState:
                 note = diagnosis.where(self._last_given, folder)
                 if note and isinstance(error, Exception):
                     diagnosis.annotate(error, note)
-                # Transfer engines also write without `load_weights`, and earlier chunks are there already.
-                wrote = self._tensors_given > before or self.lifecycle.transfer is not None
-                self.lifecycle.load_failed(error, wrote)
                 self.lifecycle.transfer = None
+                seams.abort_layerwise_reload(self.model)
+                wrote = self._wrote()
+                self.lifecycle.load_failed(error, wrote)
                 if wrote:
                     self.coverage.lose()
-                seams.abort_layerwise_reload(self.model)
             raise
         finally:
             self._depth -= 1

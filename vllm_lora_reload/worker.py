@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from . import seams, staging
+from . import diagnosis, seams, staging
 from .base_view import checkpoint_name
 from .lifecycle import State, Transfer
 from .runner import LoRAReloadModelRunner
@@ -23,12 +24,16 @@ class LoRAReloadWorker:
     model_runner: Any
     vllm_config: Any
     lora_reload: WorkerState
+    _in_own_call = False  # something that unmaps or maps the pool is under way
+    _stop_watching: Callable[[], None] | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         seams.extend(self.model_runner, LoRAReloadModelRunner)
         with seams.loading_observed(self.model_runner.watch_first_load, self.model_runner.watch_processing):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload = self.model_runner.lora_reload
+        self.lora_reload.started()
+        self._stop_watching = seams.pool_watched(self.vllm_config, self._unmapping, self._mapped)
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         done = super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
@@ -38,9 +43,10 @@ class LoRAReloadWorker:
 
     def sleep(self, level: int = 1) -> None:
         state = self.lora_reload
+        self._end_transfer(level)
         try:
             state.save(level)
-            with seams.unmapping_noticed(self.vllm_config) as begun:
+            with self._own_call(), seams.unmapping_noticed(self.vllm_config) as begun:
                 try:
                     super().sleep(level)  # type: ignore[misc]
                 except BaseException as error:  # vLLM asserts at the end that others have not taken what was freed
@@ -51,11 +57,60 @@ class LoRAReloadWorker:
         finally:
             state.settle()
 
+    def _end_transfer(self, level: int) -> None:
+        """An open session ends: its layers may be on the meta device, and what it has buffered in memory that goes."""
+        lifecycle = self.lora_reload.lifecycle
+        if not level or lifecycle.transfer is None or lifecycle.asleep:
+            return
+        if lifecycle.transfer is Transfer.DRAFT and (draft := seams.draft_model(self)) is not None:
+            seams.abort_layerwise_reload(draft)
+        self.lora_reload.end_transfer(f"sleep(level={level})")
+        seams.close_weight_update(self)
+
+    @contextmanager
+    def _own_call(self) -> Iterator[None]:
+        self._in_own_call = True
+        try:
+            yield
+        finally:
+            self._in_own_call = False
+
+    @contextmanager
+    def _unmapping(self, level: int) -> Iterator[None]:
+        """Around what unmaps the weights pool: not through `sleep` if a framework drives the allocator itself."""
+        state = self.lora_reload
+        if self._in_own_call or state.lifecycle.asleep:
+            yield
+            return
+        self._end_transfer(level)
+        try:
+            state.save(level)
+            if level >= 2:
+                state.save_buffers()
+            try:
+                with self._own_call():
+                    yield
+            except BaseException as error:
+                state.slept(level, error)
+                raise
+            state.slept(level)
+        finally:
+            state.settle()
+
+    def _mapped(self) -> None:
+        """The weights pool is mapped again; by `wake_up`, which then goes on, or not."""
+        state = self.lora_reload
+        if not self._in_own_call and state.lifecycle.asleep:
+            seams.take_saved_buffers(self)
+            state.mapped(self.model_runner.reset_lora_state)
+            state.settle()
+
     def wake_up(self, tags: list[str] | None = None) -> None:
         state = self.lora_reload
         weights = tags is None or "weights" in tags
         try:
-            super().wake_up(tags)  # type: ignore[misc]
+            with self._own_call():
+                super().wake_up(tags)  # type: ignore[misc]
         except Exception:  # a trainer has the memory still, say
             if weights:
                 state.absent()
@@ -79,6 +134,8 @@ class LoRAReloadWorker:
     def shutdown(self) -> None:
         state = vars(self).get("lora_reload")  # not there if the model could not be loaded
         if state is not None:
+            if self._stop_watching is not None:
+                self._stop_watching()
             if state.keeper is not None:
                 state.keeper.close()
             state.ring.close()
@@ -88,8 +145,10 @@ class LoRAReloadWorker:
         """For ``collective_rpc``: how this rank stands.
 
         Returns:
-            ``state``; ``error``, what every request is told now, or None; ``adapters``, what requests for an adapter
-            are told, by id; ``snapshot``, see `lora_reload_take_snapshot`, or None without ``snapshot_dir``;
+            ``state``; ``error``, what every request is told now, or None; ``depth`` of that error, see
+            `Lifecycle.depth`; ``apart``, what requests are told that do not queue, or None, see `WorkerState.apart`;
+            ``adapters``, what requests for an adapter are told, by id;
+            ``snapshot``, see `lora_reload_take_snapshot`, or None without ``snapshot_dir``;
             ``replay``, see `LoadPlan.state`, or None where it is switched off;
             ``last_restore``, how this package brought the base weights back after level 2, or None: ``source``
             (``snapshot`` or ``checkpoint``), ``bytes``, ``seconds``, and ``verify_seconds`` of these; ``ring_bytes``,
@@ -99,6 +158,8 @@ class LoRAReloadWorker:
         return {
             "state": state.lifecycle.state.value,
             "error": state.lifecycle.error(),
+            "depth": state.lifecycle.depth,
+            "apart": state.apart(),
             "adapters": {str(number): why for number, why in state.adapters.broken.items()},
             "snapshot": state.keeper.state() if state.keeper is not None else None,
             "replay": state.plan.state() if state.plan is not None else None,
@@ -229,19 +290,21 @@ class TransferSessions:
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Ends a session that its trainer left open: shards that it buffered would count twice."""
         if self.lora_reload.lifecycle.transfer is Transfer.MAIN:
-            self.lora_reload.drop_transfer()
+            self.lora_reload.end_transfer("reload_weights")
             seams.close_weight_update(self)
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         self.lora_reload.must_be_mapped()
         self.lora_reload.hold()
+        opened = self.lora_reload.lifecycle.transfer is not None
         try:
-            super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
-            self.lora_reload.lifecycle.transfer = Transfer.MAIN
+            with self.lora_reload.starting_transfer():
+                super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
+            self.lora_reload.lifecycle.started(Transfer.MAIN)
         except BaseException:
-            if self.lora_reload.lifecycle.transfer is None:  # it may have moved some layers to the meta device
-                self.lora_reload.drop_transfer()
+            if not opened:  # it may have moved some layers to the meta device
+                seams.abort_layerwise_reload(self.lora_reload.model)
             raise
         finally:
             self.lora_reload.settle()
@@ -250,7 +313,8 @@ class TransferSessions:
     def update_weights(self, update_info: Any, *args: Any, **kwargs: Any) -> None:
         """One chunk. Outside a session vLLM refuses it, and nothing was written."""
         if self.lora_reload.lifecycle.transfer is not Transfer.MAIN:
-            super().update_weights(update_info, *args, **kwargs)  # type: ignore[misc]
+            with self._ended_session_named():
+                super().update_weights(update_info, *args, **kwargs)  # type: ignore[misc]
             return
         patches = _is_sparse(update_info)
         self._patched |= patches
@@ -268,7 +332,8 @@ class TransferSessions:
         """End the session. A draft model's session leaves LoRA state alone."""
         lifecycle = self.lora_reload.lifecycle
         if lifecycle.transfer is not Transfer.MAIN:
-            super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+            with self._ended_session_named():
+                super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
             lifecycle.transfer = None
             return
         try:
@@ -283,6 +348,20 @@ class TransferSessions:
         lifecycle.transfer = None
         self.lora_reload.settle()
 
+    @contextmanager
+    def _ended_session_named(self) -> Iterator[None]:
+        """vLLM says only that no session is open, which a trainer that has opened one does not expect."""
+        try:
+            yield
+        except Exception as error:
+            lifecycle = self.lora_reload.lifecycle
+            if lifecycle.ended and lifecycle.transfer is None:
+                diagnosis.annotate(
+                    error,
+                    f"{lifecycle.ended} has ended the session: call start_weight_update and send all weights again",
+                )
+            raise
+
 
 class DraftSessions:
     """Where a session can update the draft model instead (from 0.26)."""
@@ -290,8 +369,9 @@ class DraftSessions:
     lora_reload: WorkerState
 
     def start_draft_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        self.lora_reload.must_be_mapped()
         super().start_draft_weight_update(*args, **kwargs)  # type: ignore[misc]
-        self.lora_reload.lifecycle.transfer = Transfer.DRAFT
+        self.lora_reload.lifecycle.started(Transfer.DRAFT)
 
 
 class ZeroesWeights:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_lora_reload.coverage import Coverage, FirstLoad
+from vllm_lora_reload.coverage import Coverage, FirstLoad, identity
 
 
 class Model(nn.Module):
@@ -89,7 +89,7 @@ def test_replaced_parameter_is_not_waited_for(model: Model) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda weight: weight.data.fill_(1),
+        lambda weight: weight.data.fill_(torch.tensor(3.0)),
         lambda weight: torch._foreach_copy_([weight.data], [torch.ones(6, 4)]),
         lambda weight: weight.view(-1).index_copy_(0, torch.arange(24), torch.ones(24)),
         lambda weight: torch.add(torch.ones(6, 4), 1, out=weight.data),
@@ -103,19 +103,77 @@ def test_every_way_of_writing_counts(model: Model, write: object) -> None:
     assert coverage.missing() == ["norm.weight"]
 
 
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda weight: weight.data.zero_(),
+        lambda weight: weight.data.fill_(0),
+        lambda weight: weight.data.fill_(torch.tensor(0.0)),
+        lambda weight: weight.data.__setitem__(slice(None), 0),
+        lambda weight: torch._foreach_zero_([weight.data]),
+        lambda weight: weight.data.masked_fill_(torch.ones(6, 4, dtype=torch.bool), 0),
+    ],
+    ids=["zero", "number", "tensor", "item", "foreach", "masked"],
+)
+def test_a_constant_is_no_load(model: Model, fill: Any) -> None:
+    """Some loaders zero a fused layer before they write its shards."""
+    coverage = covered(model, "a", "b", "norm")
+    with coverage.recording():
+        fill(model.fused.weight)
+        model.load("a", "norm")
+    assert coverage.missing() == ["fused.weight"]
+    with coverage.recording():
+        model.load("b")
+    assert coverage.missing() == []
+
+
+def test_a_number_that_a_loader_takes_from_a_tensor_is_one(model: Model) -> None:
+    first = FirstLoad(model)
+    with first.recording():
+        model.attn.scale.data.fill_(3.0)
+    coverage = Coverage(model, first)
+    coverage.lose()
+    assert coverage.missing() == ["attn.scale"]
+    with coverage.recording():
+        model.attn.scale.data.fill_(0.0)
+    assert coverage.missing() == []
+
+
+def test_shards_that_overlap_count_once(model: Model) -> None:
+    coverage = covered(model, "a", "b", "norm")
+    weight = model.fused.weight.data
+    with coverage.recording():
+        for part in (weight[:4], weight[1:5], weight[:, :2], weight[2:4, 1:3]):
+            part.copy_(torch.ones_like(part))
+    assert "fused.weight" in coverage.missing()
+    with coverage.recording():
+        weight[5:].copy_(torch.ones(1, 4))
+    assert "fused.weight" not in coverage.missing()
+
+
+def test_what_holds_a_constant_alone_is_kept_over_the_sleep(model: Model) -> None:
+    first = FirstLoad(model)
+    with first.recording():
+        model.load("a", "b")
+        model.norm.weight.data.fill_(2)
+    coverage = Coverage(model, first)
+    assert coverage.needed.keys() == {identity(model.fused.weight)}
+    assert any(tensor is model.norm.weight for tensor in coverage.unloaded)
+
+
 def test_views_of_one_region_count_once(model: Model) -> None:
     """A scale is written as a scalar by one loader and as a vector of one by another."""
     coverage = covered(model, "a", "b", "norm")
     part = model.fused.weight[:2]
     with coverage.recording():
         for view in (part, part.view(-1), part.view(2, 2, 2), part.unsqueeze(1), part[None]):
-            view.fill_(1)
-        model.fused.weight[3].fill_(1)
-        model.fused.weight[3:4].fill_(1)
+            view.mul_(1)
+        model.fused.weight[3].mul_(1)
+        model.fused.weight[3:4].mul_(1)
     assert "fused.weight" in coverage.missing()
     with coverage.recording():
-        model.fused.weight[2:, ::2].fill_(1)
-        model.fused.weight[2:, 1::2].fill_(1)
+        model.fused.weight[2:, ::2].mul_(1)
+        model.fused.weight[2:, 1::2].mul_(1)
     assert "fused.weight" not in coverage.missing()
 
 
@@ -195,8 +253,8 @@ def started() -> tuple[nn.Module, Coverage]:
     first = FirstLoad(model)
     layer: Any = model[0]
     with first.recording():
-        layer.loaded.fill_(10)
-        layer.loaded_buffer.fill_(10)
+        layer.loaded.copy_(torch.full((2,), 10.0))
+        layer.loaded_buffer.copy_(torch.full((2,), 10.0))
     with first.processing():
         layer.loaded.mul_(2)
         layer.derived.copy_(layer.loaded)
@@ -296,9 +354,57 @@ def test_layer_made_anew_without_processing(model: Model) -> None:
     assert coverage.missing() == []
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_without_a_reference_nothing_is_followed(model: Model, watched: bool) -> None:
+@pytest.fixture(params=[True, False], ids=["dummy weights", "not watched at all"])
+def unwatched(request: pytest.FixtureRequest, model: Model) -> Coverage:
     """Dummy weights, or a loader that does not go through ``load_weights``."""
-    coverage = Coverage(model, FirstLoad(model) if watched else None)
+    coverage = Coverage(model, FirstLoad(model) if request.param else None)
     coverage.lose()
-    assert coverage.missing() == [] and coverage.unloaded == []
+    return coverage
+
+
+def test_without_a_reference_everything_is_waited_for(model: Model, unwatched: Coverage) -> None:
+    assert unwatched.missing() == ["fused.weight", "norm.weight", "attn.scale"] and unwatched.unloaded == []
+    for what, missing in (("a", 3), ("norm", 2), ("a", 2), ("b", 1)):
+        with unwatched.recording():
+            model.load(what)
+        assert len(unwatched.missing()) == missing
+    with unwatched.recording():
+        model.attn.scale.copy_(torch.ones(1))
+    assert unwatched.missing() == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_without_a_reference_padding_counts_after_the_rest(model: Model, unwatched: Coverage, whole: bool) -> None:
+    """As embeddings are loaded. What is zeroed before is not loaded."""
+    weight = model.fused.weight.data
+    with unwatched.recording():
+        if whole:
+            weight[:4].copy_(torch.ones(4, 4))
+            weight[4:].fill_(0)
+        else:
+            weight.fill_(0)
+            weight[:4].copy_(torch.ones(4, 4))
+    assert ("fused.weight" in unwatched.missing()) is not whole
+
+
+def test_without_a_reference_a_rank_of_padding_alone_is_loaded(model: Model, unwatched: Coverage) -> None:
+    weight = model.fused.weight.data
+    with unwatched.recording():
+        weight[:0].copy_(torch.ones(0, 4))
+        weight[0:].fill_(0)
+    assert "fused.weight" not in unwatched.missing()
+
+
+@pytest.mark.parametrize("parts", [("a", "b"), ("a",)])
+def test_without_a_reference_a_layer_made_anew_is_judged_too(
+    model: Model, unwatched: Coverage, parts: tuple[str, ...]
+) -> None:
+    layer: Any = model.fused
+    kernel = layer.weight
+    with unwatched.recording(anew=True):
+        layer.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
+        unwatched.carry_over(layer, {"weight": kernel})
+        model.load(*parts)
+        kernel.copy_(layer.weight)
+        layer.weight = kernel
+    assert ("fused.weight" in unwatched.missing()) is (parts == ("a",))

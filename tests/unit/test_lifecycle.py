@@ -108,3 +108,41 @@ def test_a_load_that_ends_short_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert lifecycle_module.failures == 0
     Lifecycle().loaded(["a"], 2)
     assert lifecycle_module.failures == 1
+
+
+def test_the_deepest_cause_is_told_first_and_all_of_it() -> None:
+    """A person who wakes the engine up for a request is not to learn only then that weights are missing."""
+    lifecycle = Lifecycle()
+    seen = [lifecycle.depth]
+    lifecycle.restore_failed(ERROR, elsewhere=True)
+    seen.append(lifecycle.depth)
+    lifecycle.load_failed(ERROR, wrote=True)
+    seen.append(lifecycle.depth)
+    lifecycle.slept(1)
+    seen.append(lifecycle.depth)
+    message = lifecycle.error()
+    assert message is not None
+    parts = ("sleeps at level 1", "shard 2 is cut off", 'wake_up(["weights"])', "reload_weights", "then ask again")
+    assert [message.index(part) for part in parts] == sorted(message.index(part) for part in parts)
+    lifecycle.slept(1, ERROR)
+    seen.append(lifecycle.depth)
+    assert seen == [0, 0, 1, 2, 3]
+    lifecycle.woke()
+    lifecycle.loaded()
+    assert lifecycle.depth == 0 and lifecycle.error() is None
+
+
+def test_a_rank_of_its_own_fault_is_told_from_one_that_goes_without() -> None:
+    mine, others = Lifecycle(), Lifecycle()
+    mine.restore_failed(ERROR)
+    others.restore_failed(ERROR, elsewhere=True)
+    assert (mine.depth, others.depth) == (1, 0) and others.error() is not None
+
+
+def test_nothing_is_advised_that_the_engine_cannot_do() -> None:
+    lifecycle = Lifecycle(loads="model.load_weights(...)")
+    lifecycle.slept(2)
+    lifecycle.woke()
+    assert "reload_weights" not in str(lifecycle.error()) and "Load them with model.load_weights(...)" in str(
+        lifecycle.error()
+    )

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.wrapped import Block, Wrapper
+from tests.support.wrapped import Block, Wrapper, nothing_to_load
 from vllm_lora_reload import AsleepError, seams, session
+from vllm_lora_reload.coverage import FirstLoad
 from vllm_lora_reload.lifecycle import State
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.settings import Settings
@@ -68,7 +69,9 @@ def state(monkeypatch: pytest.MonkeyPatch) -> WorkerState:
     monkeypatch.setattr(session, "LoRAState", FakeLoRA)
     monkeypatch.setattr(session, "UnregisteredTensors", FakeUnregistered)
     monkeypatch.setattr(session, "Adapters", FakeAdapters)
-    return WorkerState(Block(), SimpleNamespace(_adapter_manager="manager"), torch.device("cpu"), Settings())
+    model = Block()
+    manager = SimpleNamespace(_adapter_manager="manager")
+    return WorkerState(model, manager, torch.device("cpu"), Settings(), nothing_to_load(model))
 
 
 @pytest.fixture
@@ -81,6 +84,12 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def is_wrapped(model: nn.Module) -> bool:
     return isinstance(model.up, Wrapper)
+
+
+def take(state: WorkerState) -> None:
+    """As a loader does with `WEIGHT`."""
+    for _ in state.incoming([WEIGHT]):
+        state.model.up.weight.data.copy_(torch.ones(3, 2))  # type: ignore[union-attr,operator]
 
 
 def missing(state: WorkerState) -> WorkerState:
@@ -217,12 +226,38 @@ def test_failure_before_the_first_tensor_leaves_the_state(
     assert aborted == [True] and is_wrapped(state.model)
 
 
+def test_failure_after_a_tensor_that_was_refused_leaves_the_state(state: WorkerState, aborted: list[bool]) -> None:
+    """A redundant tied weight after all others, say: the model has not changed."""
+    with pytest.raises(ValueError), state.loading():
+        next(state.incoming([WEIGHT]))
+        torch.zeros(3).fill_(1)  # what loaders compute is not the model's
+        raise ValueError("no such parameter")
+    assert state.lifecycle.state is State.COMPLETE
+
+
+def test_a_tensor_that_was_replaced_was_changed(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(ValueError), state.loading():
+        state.model.norm.weight = nn.Parameter(torch.zeros(3))  # type: ignore[union-attr]
+        raise ValueError
+    assert state.lifecycle.state is State.MISSING
+
+
+def test_weights_written_unseen_count(state: WorkerState, aborted: list[bool]) -> None:
+    with pytest.raises(ValueError), state.loading():
+        state.bypassed()
+        raise ValueError
+    assert state.lifecycle.state is State.MISSING
+    with pytest.raises(ValueError), missing(state).loading():
+        raise ValueError
+    assert state.coverage.missing() == []
+
+
 @pytest.mark.parametrize("error", [RuntimeError("wrong shape"), KeyboardInterrupt()])
 def test_failure_after_the_first_tensor_means_missing(
     state: WorkerState, aborted: list[bool], error: BaseException
 ) -> None:
     with pytest.raises(type(error)), state.loading():
-        next(state.incoming([WEIGHT]))
+        take(state)
         raise error
     assert state.lifecycle.state is State.MISSING
     message = state.lifecycle.error()
@@ -239,7 +274,7 @@ def test_early_failure_while_missing_stays_missing_and_says_why(state: WorkerSta
 
 def test_earlier_loads_do_not_count(state: WorkerState, aborted: list[bool]) -> None:
     with state.loading():
-        list(state.incoming([WEIGHT]))
+        take(state)
     with pytest.raises(RuntimeError), state.loading():
         raise RuntimeError
     assert state.lifecycle.state is State.COMPLETE
@@ -248,14 +283,14 @@ def test_earlier_loads_do_not_count(state: WorkerState, aborted: list[bool]) -> 
 def test_tensors_given_to_an_inner_block_count(state: WorkerState, aborted: list[bool]) -> None:
     with pytest.raises(RuntimeError), state.loading():
         with state.loading():
-            list(state.incoming([WEIGHT]))
+            take(state)
         raise RuntimeError
     assert state.lifecycle.state is State.MISSING
 
 
 def test_inner_failure_ends_the_whole_load_once(state: WorkerState, aborted: list[bool]) -> None:
     with pytest.raises(RuntimeError), state.loading(), state.loading():
-        next(state.incoming([WEIGHT]))
+        take(state)
         raise RuntimeError
     assert aborted == [True] and state.lifecycle.state is State.MISSING
 
@@ -263,7 +298,7 @@ def test_inner_failure_ends_the_whole_load_once(state: WorkerState, aborted: lis
 def test_inner_failure_that_is_handled_decides_nothing(state: WorkerState, aborted: list[bool]) -> None:
     with missing(state).loading():
         with pytest.raises(RuntimeError), state.loading():
-            next(state.incoming([WEIGHT]))
+            take(state)
             raise RuntimeError
         assert not is_wrapped(state.model)
     assert aborted == [] and state.lifecycle.state is State.COMPLETE
@@ -277,7 +312,7 @@ def test_success_aborts_nothing(state: WorkerState, aborted: list[bool]) -> None
 
 def test_good_load_after_a_failure_completes(state: WorkerState, aborted: list[bool]) -> None:
     with pytest.raises(RuntimeError), state.loading(), state.loading():
-        next(state.incoming([WEIGHT]))
+        take(state)
         raise RuntimeError
     with state.loading():
         pass
@@ -300,3 +335,72 @@ def test_lora_state_is_no_base_tensor(state: WorkerState, monkeypatch: pytest.Mo
     weight = state.model.up.base_layer.weight
     state.lora.storages = {storage_key(weight)}
     assert "up.weight" not in [storage.name for storage in state.base_storages()]
+
+
+class Packed(nn.Module):
+    """A fused layer whose checkpoint has a shape beside each of its two shards, the second one shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.shape = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+        vars(self.weight)["weight_loader"] = self.load_shard
+        vars(self.shape)["weight_loader"] = self.load_shard
+
+    def load_shard(self, param: torch.Tensor, loaded: torch.Tensor, shard: int) -> None:
+        (param.data if param.ndim == 1 else param.data[:4] if shard == 0 else param.data[4:]).copy_(loaded)
+
+    def load_weights(self, weights: Any) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameter, shard = name.split(".")
+            parameters[parameter].weight_loader(parameters[parameter], tensor, int(shard))
+
+
+@pytest.mark.parametrize("order", ["0 then 1", "1 then 0"])
+@pytest.mark.parametrize("begun", ["in the load", "before"])
+def test_layerwise_reload_takes_the_last_of_a_tensor_that_comes_with_every_shard(
+    monkeypatch: pytest.MonkeyPatch, begun: str, order: str
+) -> None:
+    """As the first load does: vLLM drops what comes when a layer has as many elements as it holds."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    model = Packed()
+    shards = [(f"{name}.{n}", t) for n in (0, 1) for name, t in (
+        ("weight", torch.full((4, 4) if n == 0 else (2, 4), 1.0 + n)), ("shape", torch.tensor([4 - 2 * n, 4]))
+    )]  # fmt: skip
+    shards = shards if order == "0 then 1" else [*shards[2:], *shards[:2]]
+    record_metadata_for_reloading(model)
+    first = FirstLoad(model)
+    with first.recording():
+        model.load_weights(shards)
+    with first.processing():
+        pass
+    loaded = model.shape.tolist()
+    assert loaded == ([2, 4] if order == "0 then 1" else [4, 4])
+    for part in ("LoRAState", "UnregisteredTensors", "Adapters"):
+        monkeypatch.setattr(
+            session, part, {"LoRAState": FakeLoRA, "Adapters": FakeAdapters}.get(part, FakeUnregistered)
+        )
+    manager = SimpleNamespace(_adapter_manager="manager")
+    state = WorkerState(model, manager, torch.device("cpu"), Settings(), first)
+    for parameter in model.parameters():
+        parameter.fill_(-1)
+    state.coverage.lose()
+    missing(state)
+    if begun == "before":
+        with state.starting_transfer():
+            initialize_layerwise_reload(model)
+    with state.loading(anew=True):
+        if begun == "in the load":
+            initialize_layerwise_reload(model)
+        model.load_weights(shards)
+        finalize_layerwise_reload(model, None)
+    assert state.lifecycle.state is State.COMPLETE
+    assert model.shape.tolist() == loaded
+    assert model.weight[:, 0].tolist() == [1, 1, 1, 1, 2, 2]
+    assert getattr(model.weight, "weight_loader").__name__ == "load_shard"  # noqa: B009

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.wrapped import Block, Wrapper
+from tests.support.wrapped import Block, Wrapper, nothing_to_load
 from vllm_lora_reload import seams, session
 from vllm_lora_reload.errors import AsleepError
 from vllm_lora_reload.runner import LoRAReloadModelRunner
@@ -22,6 +22,8 @@ from vllm_lora_reload.worker import extend
 COMPLETE = {
     "state": "complete",
     "error": None,
+    "depth": 0,
+    "apart": None,
     "adapters": {},
     "snapshot": None,
     "replay": None,
@@ -90,6 +92,12 @@ class FakeRunner:
             raise ValueError(f"{name} has shape {list(shape)}")
 
 
+def write(state: WorkerState) -> None:
+    """As a loader does; in the base view."""
+    for _, weight in state.incoming([("up.weight", torch.ones(3, 2))]):
+        state.model.up.weight.data.copy_(weight)  # type: ignore[union-attr,operator]
+
+
 class SingleShotWorker:
     """What vLLM's worker does before 0.21, noted in a log. `fail` makes the next call fail, after `gives` tensors."""
 
@@ -105,7 +113,7 @@ class SingleShotWorker:
         view = "" if isinstance(state.model.up, Wrapper) else " in view"
         self.log(what + view)
         for _ in range(self.gives):
-            next(state.incoming([("up.weight", torch.ones(1))]))
+            write(state)
         if self.fail == what:
             raise RuntimeError(f"{what} failed")
 
@@ -152,7 +160,9 @@ def make(cls: type[SingleShotWorker], log: Log, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(seams, "engine_resets_lora", lambda: False)
     made: Any = cls(log)
     extend(made)
-    made.lora_reload = WorkerState(Block(), SimpleNamespace(_adapter_manager=None), torch.device("cpu"), Settings())
+    model = Block()
+    manager = SimpleNamespace(_adapter_manager=None)
+    made.lora_reload = WorkerState(model, manager, torch.device("cpu"), Settings(), nothing_to_load(model))
     made.model_runner.lora = made.lora_reload.lora
     return made
 
@@ -184,15 +194,18 @@ def test_load_model_extends_the_runner_first_and_shares_its_state() -> None:
 
     class Worker:
         model_runner: Any = Runner()
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))
 
         def load_model(self, *, dummy: bool) -> None:
             assert isinstance(self.model_runner, LoRAReloadModelRunner) and isinstance(self.model_runner, Runner)
-            self.model_runner.lora_reload = ("state", dummy)
+            self.model_runner.lora_reload = SimpleNamespace(dummy=dummy, started=lambda: started.append(dummy))
 
+    started: list[bool] = []
     worker: Any = Worker()
     extend(worker)
     worker.load_model(dummy=True)
-    assert worker.lora_reload == ("state", True)
+    assert worker.lora_reload is worker.model_runner.lora_reload and worker.lora_reload.dummy
+    assert started == [True]
 
 
 # --- Sleep and wake-up --------------------------------------------------------------------------------------------
@@ -372,6 +385,139 @@ def test_a_failed_wake_up_stays_discarded(worker: Any, log: Log) -> None:
     assert worker.lora_reload_status()["state"] == "discarded"
 
 
+# --- A pool that others unmap ----------------------------------------------------------------------------------------
+
+
+class Allocator:
+    """As vLLM's, with the weights pool as one tensor."""
+
+    def __init__(self) -> None:
+        self.pool: list[torch.Tensor] = []
+
+    def sleep(self, offload_tags: Any = None) -> None:
+        if "weights" not in (offload_tags or ()):
+            self.discard("weights")
+
+    def discard(self, tags: Any) -> None:
+        if "weights" in tags:
+            for tensor in self.pool:
+                tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
+    def wake_up(self, tags: Any = None) -> str:
+        return f"{tags} mapped"
+
+
+@pytest.fixture
+def allocator(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    """That of a worker whose sleep and wake-up use it; a norm's table is lost with the pool."""
+    made = Allocator()
+    cls = type("CuMemAllocator", (Allocator,), {"get_instance": staticmethod(lambda: made)})
+    made.__class__ = cls
+    find = seams._find
+    known = {"CuMemAllocator": cls, "current_platform": SimpleNamespace(is_cuda_alike=lambda: True)}
+    monkeypatch.setattr(seams, "_find", lambda module, name: known.get(name) or find(module, name))
+    worker.vllm_config.model_config.enable_sleep_mode = True
+    model = worker.lora_reload.model
+    worker.model_runner.model = model
+    model.norm.register_buffer("table", torch.arange(3.0))
+    made.pool = [model.norm.table.data]
+    do = worker._do
+
+    def drives(what: str) -> None:
+        if what.startswith("sleep"):
+            made.sleep(("weights",) if what == "sleep 1" else ())
+        elif what.startswith("wake"):
+            made.wake_up()
+        do(what)
+
+    monkeypatch.setattr(worker, "_do", drives)
+    worker._stop_watching = seams.pool_watched(worker.vllm_config, worker._unmapping, worker._mapped)
+    yield made
+    worker._stop_watching()
+    assert not {"sleep", "wake_up", "discard"} & vars(made).keys()
+
+
+@pytest.mark.parametrize("call", [
+    lambda allocator: allocator.sleep(offload_tags=()), lambda allocator: allocator.sleep(),
+    lambda allocator: allocator.discard(("weights", "kv_cache")), lambda allocator: allocator.discard("weights"),
+])  # fmt: skip
+def test_a_pool_that_others_discard(worker: Any, log: Log, allocator: Allocator, call: Any) -> None:
+    """As a framework does that has its own way to sleep: everything comes back as after a sleep of the worker."""
+    call(allocator)
+    assert log.take() == ["lora.save", "unregistered.save"]
+    assert worker.lora_reload_status()["state"] == "discarded"
+    with pytest.raises(AsleepError), worker.lora_reload.loading():
+        pytest.fail("the load began")
+    allocator.wake_up(["kv_cache"])
+    assert worker.lora_reload_status()["state"] == "discarded"
+    assert allocator.wake_up(["weights"]) == "['weights'] mapped"
+    assert log == ["unregistered.restore", "reset"]
+    assert worker.lora_reload_status()["state"] == "missing"
+    assert worker.lora_reload.model.norm.table.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", [
+    lambda allocator: allocator.sleep(("weights",)), lambda allocator: allocator.sleep("weights"),
+])  # fmt: skip
+def test_a_pool_that_others_offload(worker: Any, log: Log, allocator: Allocator, call: Any) -> None:
+    call(allocator)
+    assert worker.lora_reload_status()["state"] == "offloaded"
+    allocator.wake_up()
+    assert log == ["adapters.put_pending"] and worker.lora_reload_status() == COMPLETE
+
+
+def test_another_pool_is_none_of_ours(worker: Any, log: Log, allocator: Allocator) -> None:
+    allocator.discard(["kv_cache"])
+    assert log == [] and worker.lora_reload_status() == COMPLETE
+
+
+def test_the_worker_s_own_sleep_is_noted_once(worker: Any, log: Log, allocator: Allocator) -> None:
+    worker.sleep(2)
+    worker.wake_up()
+    assert log == [
+        "lora.save", "unregistered.save", "sleep 2", "wake None", "unregistered.restore", "reset",
+        "adapters.read_changed",
+    ]  # fmt: skip
+
+
+def test_a_worker_s_sleep_that_others_end(worker: Any, log: Log, allocator: Allocator) -> None:
+    """vLLM's own copies of buffers are put back, which its wake-up would have done."""
+    model = worker.lora_reload.model
+    worker._sleep_saved_buffers = {"norm.table": model.norm.table.clone()}
+    worker.sleep(2)
+    log.take()
+    allocator.wake_up()
+    assert model.norm.table.tolist() == [0, 1, 2] and worker._sleep_saved_buffers == {}
+    assert log.take() == ["unregistered.restore", "reset"] and worker.lora_reload_status()["state"] == "missing"
+    worker.wake_up()
+    assert log == ["wake None", "adapters.absent"]
+
+
+def test_a_sleep_of_others_that_the_worker_ends(worker: Any, log: Log, allocator: Allocator) -> None:
+    allocator.sleep()
+    worker.wake_up()
+    assert worker.lora_reload.model.norm.table.tolist() == [0, 1, 2]
+    assert worker.lora_reload_status()["state"] == "missing"
+
+
+def test_a_session_ends_before_others_discard_the_pool(worker: Any, log: Log, allocator: Allocator) -> None:
+    worker.start_weight_update()
+    log.take()
+    allocator.sleep()
+    assert log == ["abort", "lora.save", "unregistered.save"]
+    assert worker.lora_reload.lifecycle.transfer is None
+
+
+def test_an_allocator_that_breaks_off(worker: Any, allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, tags: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(Allocator, "discard", broken)
+    with pytest.raises(RuntimeError):
+        allocator.sleep()
+    assert "broke off" in worker.lora_reload_status()["error"]
+
+
 # --- Weight transfer ----------------------------------------------------------------------------------------------
 
 
@@ -402,9 +548,9 @@ def test_patch_brings_no_lost_tensor_back(worker: Any, followed: bool, monkeypat
     recorded: list[str] = []
 
     @contextmanager
-    def recording(anew: bool = False) -> Iterator[None]:
+    def recording(anew: bool = False, counts: bool = True) -> Iterator[None]:
         yield
-        recorded.append(worker.lora_reload.lifecycle.state.value)
+        recorded.append(counts)
 
     coverage = worker.lora_reload.coverage
     monkeypatch.setattr(coverage, "recording", recording)
@@ -413,7 +559,7 @@ def test_patch_brings_no_lost_tensor_back(worker: Any, followed: bool, monkeypat
     discard(worker)
     worker.start_weight_update()
     worker.update_weights({"names": ["up.weight"], "num_updates_list": [2]})
-    assert recorded == []
+    assert recorded == [False]
     worker.finish_weight_update()
     assert worker.lora_reload_status()["state"] == "missing"
     worker.start_weight_update()
@@ -459,17 +605,105 @@ def test_session_after_a_draft_session_is_a_full_one(worker: Any, log: Log) -> N
     assert worker.lora_reload_status()["state"] == "complete"
 
 
+@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("gives", [0, 1])
-def test_failed_chunk(worker: Any, log: Log, gives: int) -> None:
-    """Missing even if no tensor was seen: earlier chunks, and engines that write on their own, are not counted."""
+def test_failed_chunk(worker: Any, log: Log, gives: int, earlier: bool) -> None:
+    """Missing if this chunk or an earlier one has written something; else nothing has changed."""
     worker.start_weight_update()
+    if earlier:
+        worker.gives = 1
+        worker.update_weights(0)
     worker.fail, worker.gives = "update 1", gives
     with pytest.raises(RuntimeError, match="update 1 failed"):
         worker.update_weights(1)
     assert log[-1] == "abort" and "reset" not in log
     status = worker.lora_reload_status()
-    assert status["state"] == "missing"
-    assert "RuntimeError: update 1 failed" in status["error"]
+    if gives or earlier:
+        assert status["state"] == "missing" and "RuntimeError: update 1 failed" in status["error"]
+    else:
+        assert status == COMPLETE
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("gives", [0, 1])
+def test_a_sleep_ends_a_session(worker: Any, log: Log, gives: int, level: int) -> None:
+    """Layers are back in their places before vLLM copies buffers, and the trainer is told to begin again."""
+    worker._weight_update_active, worker.weight_transfer_engine = True, SimpleNamespace()
+    worker.start_weight_update()
+    worker.gives = gives
+    worker.update_weights({})
+    worker.gives = 0
+    log.take()
+    worker.sleep(level)
+    saved = ["lora.save", "unregistered.save"] if level == 2 else []
+    assert log.take() == ["abort", *saved, f"sleep {level}"] and not worker._weight_update_active
+    worker.wake_up()
+    status = worker.lora_reload_status()
+    assert status["state"] == ("missing" if gives or level == 2 else "complete")
+    if level == 1 and gives:
+        assert "sleep(level=1) came before finish_weight_update" in status["error"]
+    for step, call in (("update {}", lambda: worker.update_weights({})), ("finish", worker.finish_weight_update)):
+        worker.fail = step  # as vLLM refuses it outside a session
+        with pytest.raises(
+            RuntimeError, match=rf"sleep\(level={level}\) has ended the session: call start_weight_update"
+        ):
+            call()
+    worker.fail = None
+    worker.start_weight_update()
+    worker.update_weights({})
+    worker.finish_weight_update()
+    assert worker.lora_reload_status() == COMPLETE
+
+
+def test_level_0_ends_no_session(worker: Any, log: Log) -> None:
+    worker.start_weight_update()
+    worker.sleep(0)
+    assert "abort" not in log and worker.lora_reload_status()["state"] == "loading"
+
+
+def test_a_sleep_ends_a_draft_session(worker: Any, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[Any] = []
+    monkeypatch.setattr(seams, "abort_layerwise_reload", aborted.append)
+    worker.get_draft_model = lambda: "draft"
+    worker.start_draft_weight_update()
+    worker.sleep(1)
+    assert aborted == ["draft", worker.lora_reload.model]
+    worker.wake_up()
+    assert worker.lora_reload_status() == COMPLETE
+    worker.sleep(1)
+    with pytest.raises(AsleepError):
+        worker.start_draft_weight_update()
+
+
+def test_a_reload_that_fails_after_a_session_it_ended(worker: Any, log: Log) -> None:
+    """The session has mixed new weights with old ones, though the reload itself has written nothing."""
+    worker.start_weight_update()
+    worker.gives = 1
+    worker.update_weights({})
+    with pytest.raises(AttributeError):  # there is nothing to reload with here
+        worker.reload_weights()
+    assert worker.lora_reload_status()["state"] == "missing"
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_no_request_is_to_reach_a_layer_that_is_apart(worker: Any, kind: str) -> None:
+    """Status says so beside the error, as a request that queues until the session ends is all right."""
+    model = worker.lora_reload.model
+    real = model.norm.weight
+    worker.start_weight_update()
+    assert worker.lora_reload_status()["apart"] is None
+    if kind == "parameter":
+        model.norm.weight = torch.nn.Parameter(torch.empty(3, device="meta"))
+    else:
+        model.norm.register_buffer("table", torch.empty(3, device="meta"))
+    status = worker.lora_reload_status()
+    assert status["error"] is None and "has taken layers of the model apart" in status["apart"]
+    if kind == "parameter":
+        model.norm.weight = real
+    else:
+        del model.norm.table
+    worker.finish_weight_update()
+    assert worker.lora_reload_status() == COMPLETE
 
 
 def test_failed_finish_resets_nothing(worker: Any, log: Log) -> None:
@@ -613,7 +847,7 @@ def test_status_says_what_requests_are_told(worker: Any) -> None:
     status = worker.lora_reload_status()
     worker.lora_reload.adapters.broken[7] = "why"
     assert worker.lora_reload_status()["adapters"] == {"7": "why"}
-    assert status == COMPLETE | {"state": "missing", "error": worker.lora_reload.lifecycle.error()}
+    assert status == COMPLETE | {"state": "missing", "error": worker.lora_reload.lifecycle.error(), "depth": 1}
     assert "sleep(level=2)" in status["error"]
 
 
@@ -784,7 +1018,7 @@ def test_ranks_meet_as_often_whatever_they_have(kept: Any, monkeypatch: pytest.M
     said: list[bool] = []
     monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: said.append(value) or True)
     with pytest.raises(RuntimeError), kept.lora_reload.loading():
-        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        write(kept.lora_reload)
         raise RuntimeError
     kept.sleep(1)
     kept.wake_up()
@@ -794,7 +1028,7 @@ def test_ranks_meet_as_often_whatever_they_have(kept: Any, monkeypatch: pytest.M
 def test_only_what_was_complete_can_be_restored(kept: Any, log: Log) -> None:
     """A load failed before the sleep: nobody knows what it had written."""
     with pytest.raises(RuntimeError), kept.lora_reload.loading():
-        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        write(kept.lora_reload)
         raise RuntimeError
     kept.sleep(2)
     assert "keeper.compare" not in log
@@ -814,7 +1048,7 @@ def test_a_load_at_wake_up_does_not_ask_the_other_ranks(kept: Any, log: Log, mon
     """After level 1 this rank may be the only one that has to."""
     kept.lora_reload.settings = Settings(on_missing="reload")
     with pytest.raises(RuntimeError), kept.lora_reload.loading():
-        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        write(kept.lora_reload)
         raise RuntimeError
     asked: list[bool] = []
     monkeypatch.setattr(seams, "true_on_all_ranks", lambda value: asked.append(value) or value)
@@ -852,7 +1086,7 @@ def test_a_load_holds_the_writer_up(kept: Any, log: Log) -> None:
     assert not keeper.held and log == ["keeper.loaded"]
     log.take()
     with pytest.raises(RuntimeError), kept.lora_reload.loading():
-        next(kept.lora_reload.incoming([("up.weight", torch.ones(1))]))
+        write(kept.lora_reload)
         raise RuntimeError
     assert keeper.held and "keeper.loaded" not in log  # nobody knows what memory holds now
 
