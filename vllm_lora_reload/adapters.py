@@ -597,10 +597,9 @@ def _check_pair(module: str, weights: Any, experts: int | None) -> None:
     if a.shape[-2] != b.shape[-1]:
         raise ValueError(f"{module}: lora_A has rank {a.shape[-2]}, lora_B has rank {b.shape[-1]}")
     rank = weights.rank * (experts if experts is not None and a.ndim == 2 else 1)
-    if a.shape[-2] != rank and (rank or a.shape[-2] % weights.rank):
-        raise ValueError(
-            f"{module} has tensors of rank {a.shape[-2]}, and adapter_config.json says {rank or weights.rank}"
-        )
+    told = rank or weights.rank
+    if a.shape[-2] != rank and (rank or a.shape[-2] % told):
+        raise ValueError(f"{module} has tensors of rank {a.shape[-2]}, and adapter_config.json says {told}")
     _check_finite(module, weights.scaling, lora_A=a, lora_B=b)
 
 
