@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +19,21 @@ from .files import ensure_plain
 from .lora_state import LoRAState
 from .ranks import nearest_max_lora_rank
 from .slots import SlotWrite
+from .staging import FOLLOWS, NO_FILES
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 Fingerprint = tuple[tuple[str, int, int, int, int], ...]  # name, size in bytes, mtime in ns, inode, ctime in ns
+_FIRST_NUMBER = 1_000_000  # callers of ``add_lora`` count from 1
+_MOST_NAMES = 4096  # that are remembered though vLLM has not got their adapters any more
 
 
-def fingerprint(folder: str) -> Fingerprint:
-    """What shows that an adapter's files are not those that were read. Empty where there are none."""
+def fingerprint(folder: Any) -> Fingerprint:
+    """What shows that an adapter's files are not those that were read. Empty where there are none, or no path."""
     found = []
-    for name in _FILES:
+    where = diagnosis.local_folder(folder)
+    for name in _FILES if where is not None else ():
         try:
-            status = (Path(folder).expanduser() / name).stat()
+            status = (where / name).stat()  # type: ignore[operator]
         except (OSError, ValueError):  # not there, or not any more
             continue
         found.append((name, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns))
@@ -39,7 +42,7 @@ def fingerprint(folder: str) -> Fingerprint:
 
 @dataclass
 class Source:
-    """Where an adapter was read from. `request` is the ``LoRARequest``."""
+    """Where an adapter was read from. `request` is the ``LoRARequest``, its path a whole one."""
 
     request: Any
     files: Fingerprint
@@ -63,8 +66,8 @@ class Adapters:
         manager: vLLM's ``LoRAModelManager``.
         lora: LoRA state of the model.
         broken: why an adapter could not be put back, by id.
-        numbers: adapter ids by name, of all that were ever known and whose id has not gone to another name.
-        versions: how often an adapter was updated, by id. Never goes back: prefix caches know adapters by it.
+        numbers: adapter ids by name, until `forget`; of those that vLLM has not got any more only the last ones.
+        versions: how often an adapter was updated, by name. A name that was forgotten begins above all of these.
     """
 
     worker_manager: Any
@@ -72,10 +75,16 @@ class Adapters:
     lora: LoRAState
     broken: dict[int, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    _forgotten: int = 0  # the highest version that was forgotten
+    _highest: int = _FIRST_NUMBER - 1  # id that an adapter has or had
+    _stepping: bool = False
     _modules: Any = None  # what vLLM's manager has not got while it must not write
     _sources: dict[int, Source] = field(default_factory=dict)
     _without_files: dict[int, Any] = field(default_factory=dict)
+    _homes: dict[int, Any] = field(default_factory=dict)  # request for an adapter that was updated from a folder
+    _inplace: dict[int, str] = field(default_factory=dict)  # path that ``load_inplace`` has counted for
+    _leaving: dict[int, tuple[str, Any]] = field(default_factory=dict)  # name and adapter
     _unreadable: set[int] = field(default_factory=set)
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
@@ -91,28 +100,94 @@ class Adapters:
 
     def read(self, request: Any, load: Callable[[Any], Any]) -> Any:
         """What vLLM gets when it wants to read the adapter of a ``LoRARequest``."""
-        number = request.lora_int_id
-        if number in self._without_files and not getattr(request, "load_inplace", False):
-            return self._without_files[number]
+        number, plain = request.lora_int_id, seams.is_lora_request(request)  # another may bring tensors
+        inplace = getattr(request, "load_inplace", False)
+        if plain and not inplace:
+            if (kept := self._kept(request)) is not None:
+                return kept
+            home = self._homes.get(number)
+            request = home if home is not None and home.lora_name == request.lora_name else request
         files = fingerprint(request.lora_path)
         adapter = self._read(request, load)
         self._name(request.lora_name, number)
         registered = seams.registered(self.manager)
         self._sources = {each: source for each, source in self._sources.items() if each in registered}
         if files:  # else there is nothing to look at again, and the request may carry tensors
-            self._sources[number] = Source(request, files)
+            folder = str(diagnosis.local_folder(request.lora_path))
+            self._sources[number] = Source(seams.at_folder(request, folder), files)
         else:
             self._sources.pop(number, None)
-        self._without_files.pop(number, None)
-        self.broken.pop(number, None)
+        for table in (self._without_files, self._leaving, self.broken):
+            table.pop(number, None)
+        if inplace or not plain:
+            self._homes.pop(number, None)
+        if inplace and plain:
+            self._inplace[number] = request.lora_path
         return adapter
+
+    def _kept(self, request: Any) -> Any:
+        """The adapter of a request whose files are not there, or are not to be read; None if there is none."""
+        number, name = request.lora_int_id, request.lora_name
+        if number in self._without_files and self.numbers.get(name, number) == number:
+            return self._without_files[number]
+        left = self._leaving.get(number) if self._stepping else None
+        return left[1] if left is not None and left[0] == name and not fingerprint(request.lora_path) else None
+
+    @contextmanager
+    def step(self, requests: Any) -> Iterator[Any]:
+        """Around a step's look at its adapters, with the ``LoRARequest``s as they are to be taken.
+
+        A server sends ``load_inplace`` with every request of a name that it has loaded so, and vLLM would read the
+        files before every step: over a later update, or when they are gone. Here it counts once for each path.
+        """
+        if any(getattr(each, "load_inplace", False) for each in requests):
+            requests = {self._loaded_once(each) for each in requests}
+        self._stepping = True
+        try:
+            yield requests
+        finally:
+            self._stepping = False
+
+    def _loaded_once(self, request: Any) -> Any:
+        if not getattr(request, "load_inplace", False) or not seams.is_lora_request(request):
+            return request
+        number, path = request.lora_int_id, request.lora_path
+        there = number in self._without_files or number in seams.registered(self.manager)
+        if there and self._inplace.get(number) != path and fingerprint(path):
+            return request
+        self._inplace[number] = path
+        return seams.loaded_once(request)
 
     def _name(self, name: str, number: int) -> None:
         """An id has one name, the last that it was given."""
-        self.numbers = {each: known for each, known in self.numbers.items() if known != number} | {name: number}
+        for other in [each for each, known in self.numbers.items() if known == number and each != name]:
+            self._forget_name(other)
+        self.numbers.pop(name, None)
+        self.numbers[name] = number  # the last one now
+        self._highest = max(self._highest, number)
+        if len(self.numbers) > _MOST_NAMES:
+            there = seams.registered(self.manager).keys() | self._without_files.keys() | {number}
+            gone = (each for each, known in self.numbers.items() if known not in there)
+            if (oldest := next(gone, None)) is not None:
+                self._forget_number(self.numbers[oldest])
+                self._forget_name(oldest)
+
+    def _forget_name(self, name: str) -> None:
+        del self.numbers[name]
+        self._forgotten = max(self._forgotten, self.versions.pop(name, 0))
+
+    def _forget_number(self, number: int) -> None:
+        for table in (self._sources, self._without_files, self._homes, self._inplace, self.broken):
+            table.pop(number, None)
+        self._unreadable.discard(number)
+
+    def free_number(self) -> int:
+        """An id that no adapter of this worker has or had."""
+        return max([self._highest, *seams.registered(self.manager), *self._without_files]) + 1
 
     def _read(self, request: Any, load: Callable[[Any], Any]) -> Any:
-        ensure_plain(Path(request.lora_path).expanduser(), _FILES)
+        if (where := diagnosis.local_folder(request.lora_path)) is not None:
+            ensure_plain(where, _FILES)
         try:
             adapter = load(request)
         except Exception as error:
@@ -120,20 +195,56 @@ class Adapters:
             if rank is not None and rank > self.worker_manager.lora_config.max_lora_rank:
                 diagnosis.annotate(error, f"start the engine with max_lora_rank={nearest_max_lora_rank(rank)}")
             raise
+        ours = seams.reads_files(load) and seams.is_lora_request(request)
         for weights in adapter.loras.values():
-            weights.lora_a, weights.lora_b = _owned(weights.lora_a), _owned(weights.lora_b)
+            weights.lora_a, weights.lora_b = _owned(weights.lora_a, ours), _owned(weights.lora_b, ours)
         for whole in seams.whole_modules(adapter).values():
-            whole.weight, whole.bias = _owned(whole.weight), _owned(whole.bias)
+            whole.weight, whole.bias = _owned(whole.weight, ours), _owned(whole.bias, ours)
         return adapter
 
     def merged(self, adapter: Any) -> bool:
         """Whether an adapter already has the form that slots take, so that it must not be merged again."""
-        return self._without_files.get(adapter.id) is adapter
+        left = self._leaving.get(adapter.id)
+        return self._without_files.get(adapter.id) is adapter or (left is not None and left[1] is adapter)
 
     def forget(self, number: int) -> None:
-        """The user has removed the adapter."""
-        for table in (self._sources, self._without_files, self.broken):
-            table.pop(number, None)
+        """The user removes the adapter."""
+        adapter = seams.registered(self.manager).get(number, self._without_files.get(number))
+        self._leave(number, adapter)
+        self._forget_number(number)
+        for name in [name for name, known in self.numbers.items() if known == number]:
+            self._forget_name(name)
+
+    def evicted(self, number: int, adapter: Any) -> None:
+        """vLLM has thrown an adapter out of host memory, to make room for another."""
+        if number not in self._without_files:
+            self._leave(number, adapter)
+        self._sources.pop(number, None)
+
+    def _leave(self, number: int, adapter: Any) -> None:
+        """Requests that run or wait may still need an adapter that goes, and it may have no files (any more).
+
+        vLLM would look for them in the midst of a step, and the engine would die. As many are kept as vLLM itself
+        keeps in host memory; new requests are refused, see `lacks`.
+        """
+        name = next((name for name, known in self.numbers.items() if known == number), None)
+        source = self._sources.get(number)
+        if adapter is None or name is None or (source is not None and fingerprint(source.request.lora_path)):
+            return
+        self._leaving.pop(number, None)
+        self._leaving[number] = name, adapter
+        while len(self._leaving) > self.manager.capacity:
+            del self._leaving[next(iter(self._leaving))]
+
+    def lacks(self, number: int, name: str, path: str) -> str | None:
+        """Why a request for this adapter could not be answered; None if it could."""
+        if number in self._without_files or number in seams.registered(self.manager):
+            return None
+        home = self._homes.get(number)
+        path = home.lora_path if home is not None and home.lora_name == name else path
+        if path.startswith(NO_FILES):
+            return "it came as tensors and was removed"
+        return None if fingerprint(path) else f"it is not in host memory any more, and has no files in {path}"
 
     # --- Slots ------------------------------------------------------------------------------------------------
 
@@ -207,7 +318,7 @@ class Adapters:
         """As vLLM does from 0.28 on when base weights have been replaced."""
         gone = dict.fromkeys(self._without_files, "it came as tensors and was dropped when base weights were replaced")
         self.worker_manager.remove_all_adapters()
-        for table in (self._sources, self._without_files, self.broken, self._writes):
+        for table in (self._sources, self._without_files, self._leaving, self.broken, self._writes):
             table.clear()
         self._pending.clear()
         self.broken.update(gone)  # vLLM would look for files that never were
@@ -247,9 +358,18 @@ class Adapters:
             return
         self._unreadable.discard(number)
         assert staged is not None
-        if not _same(staged.adapter, current):
-            self._install(staged, activate=False)
-        else:
+        undo = None
+        try:
+            if not _same(staged.adapter, current):
+                undo = self._install(staged, activate=False)
+        except Exception as error:
+            problem = f"its files have changed, and {type(error).__name__}: {error}"
+        if not seams.true_on_all_ranks(problem is None):
+            if undo is not None:
+                undo()
+            self.broken[number] = problem or f"its files have changed, and {FOLLOWS}"
+            self._unreadable.add(number)
+        elif undo is None:
             self._sources[number] = staged.source or self._sources[number]
             self.broken.pop(number, None)
 
@@ -270,67 +390,136 @@ class Adapters:
         self._staged[token] = self._check(name, seams.lora_request(name, number, folder), lasting)
 
     def _check(self, name: str, request: Any, lasting: bool) -> Staged:
+        folder = diagnosis.local_folder(seams.adapter_folder(request.lora_path))
+        request = seams.at_folder(request, str(folder))
         files = fingerprint(request.lora_path)
-        if unknown := diagnosis.special_settings(request.lora_path) - seams.peft_settings():
-            raise ValueError(f"{', '.join(sorted(unknown))} in adapter_config.json: this vLLM would leave it out")
+        config = diagnosis.peft_config(request.lora_path)
+        if unfit := diagnosis.unfit_settings(config, seams.peft_settings()):
+            raise ValueError(f"adapter_config.json: {'; '.join(unfit)}")
+        if unfit := diagnosis.unfit_dtypes(request.lora_path):
+            raise ValueError(f"{_first(unfit)}; float16, bfloat16, float32 or float64 is needed")
         adapter = self._read(request, self.worker_manager.load_unnoted)
-        for module, weights in adapter.loras.items():
-            _check_pair(module, weights)
+        with self.with_modules():
+            for module, weights in adapter.loras.items():
+                _check_pair(module, weights, seams.experts(self.manager, module))
         for module, whole in seams.whole_modules(adapter).items():
             _check_finite(module, weight=whole.weight, bias=whole.bias)
         seams.merge_packed_modules(self.manager, adapter)
         with self.with_modules():
             if lost := seams.modules_without_a_place(self.manager, adapter):
-                more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-                raise ValueError(f"the model has no place for {', '.join(lost[:3])}{more}")
+                raise ValueError(f"the model has no place for {_first(lost)}")
             self._dry_run(0, adapter, strict=True)
         return Staged(name, adapter, Source(request, files) if lasting else None)
 
     def discard(self, token: str) -> None:
         self._staged.pop(token, None)
 
-    def commit(self, token: str) -> int:
+    def commit(self, token: str, together: bool = False) -> int | str:
         """Swap a staged adapter in: into the host registry, and into its slot if it has one or one can be had.
 
-        Returns:
-            The adapter's version; 0 if its id has gone to another name since it was staged, and nothing was changed.
-        """
-        staged = self._staged.pop(token)
-        number = staged.adapter.id
-        taken = any(known == number for name, known in self.numbers.items() if name != staged.name)
-        if taken and number in seams.registered(self.manager):
-            return 0
-        self._name(staged.name, number)
-        self.versions[number] = self.versions.get(number, 0) + 1
-        self._install(staged)
-        return self.versions[number]
+        Args:
+            together: whether all ranks are called, so that they can agree: all swap, or all keep what they had.
 
-    def _install(self, staged: Staged, activate: bool = True) -> None:
+        Returns:
+            The adapter's version; 0 if its id has gone to another name since it was staged, or why it could not be
+            swapped in: then nothing was changed.
+        """
+        problem, undo, taken, name = None, None, False, ""
+        try:  # whatever a rank lacks, it has to take part in the decision
+            staged = self._staged.pop(token)
+            name, number = staged.name, staged.adapter.id
+            taken = any(known == number for other, known in self.numbers.items() if other != name)
+            taken = taken and number in seams.registered(self.manager)
+            if not taken:
+                undo = self._install(staged)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if not (seams.true_on_all_ranks(undo is not None) if together else undo is not None):
+            if undo is not None:
+                undo()
+            return 0 if taken else problem or FOLLOWS
+        self._name(name, number)
+        self.versions[name] = self.versions.get(name, self._forgotten) + 1
+        return self.versions[name]
+
+    def _install(self, staged: Staged, activate: bool = True) -> Callable[[], None]:
+        """Put a checked adapter into the host registry, and into its slot.
+
+        Returns:
+            What brings back all that was there before.
+
+        Raises:
+            Exception: it could not be written, and what was there before is back.
+        """
+        number = staged.adapter.id
+        before = seams.registered(self.manager).get(number)
+        active = number in seams.slots(self.manager)
+        tables: tuple[dict[int, Any], ...] = (self._sources, self._without_files, self._homes, self.broken)
+        entries = [table.get(number) for table in tables]
+
+        def undo() -> None:
+            for table, entry in zip(tables, entries, strict=True):
+                table.pop(number, None)
+                if entry is not None:
+                    table[number] = entry
+            self._unwrite(number, before, active)
+
+        try:
+            self._put(staged, activate)
+        except Exception:
+            undo()
+            raise
+        return undo
+
+    def _put(self, staged: Staged, activate: bool) -> None:
         number = staged.adapter.id
         seams.register_adapter(self.manager, staged.adapter)
+        for table in (self._sources, self._without_files, self._homes, self.broken):
+            table.pop(number, None)
         if staged.source is None:
             self._without_files[number] = staged.adapter
-            self._sources.pop(number, None)
         else:
             self._sources[number] = staged.source
-            self._without_files.pop(number, None)
-        self.broken.pop(number, None)
+            self._homes[number] = staged.source.request
         slots = seams.slots(self.manager)
-        if number not in slots:
-            if activate:
-                seams.activate_if_possible(self.manager, number)
-            return
-        self._writes.pop(slots.index(number), None)
-        if self.unmapped:
-            self._pending.add(slots.index(number))
-        else:
-            seams.write_slot(self.manager, slots.index(number), staged.adapter)
+        if number in slots:
+            self._writes.pop(slots.index(number), None)
+            if self.unmapped:
+                self._pending.add(slots.index(number))
+            else:
+                seams.write_slot(self.manager, slots.index(number), staged.adapter)
+        elif activate:
+            seams.activate_if_possible(self.manager, number)
 
-    def known(self) -> dict[str, dict[str, int]]:
-        """Id and version by name."""
+    def _unwrite(self, number: int, before: Any, active: bool) -> None:
+        """Give an adapter's place in registry and slots back to what was `before`; None if there was nothing."""
+        slots = seams.slots(self.manager)
+        index = slots.index(number) if number in slots else None
+        if before is not None and seams.registered(self.manager).get(number) is not before:
+            seams.register_adapter(self.manager, before)
+        if before is None:
+            seams.remove_adapter(self.manager, number)
+        elif index is not None and not active:
+            seams.deactivate_adapter(self.manager, number)
+        if index is None:
+            return
+        self._writes.pop(index, None)
+        if self.unmapped:
+            self._pending.add(index)
+            return
+        self.lora.clear_slot(index)
+        if active:
+            try:
+                seams.write_slot(self.manager, index, before)
+            except Exception as error:
+                self.broken[number] = f"an update broke off, and {type(error).__name__}: {error}"
+                self.lora.clear_slot(index)
+
+    def known(self, name: str | None = None) -> dict[str, dict[str, int]]:
+        """Id and version by name: of one, if it is known, or of all."""
+        numbers = {each: number for each, number in self.numbers.items() if name in (None, each)}
         return {
-            name: {"lora_int_id": number, "version": self.versions.get(number, 0)}
-            for name, number in self.numbers.items()
+            each: {"lora_int_id": number, "version": self.versions.get(each, 0)} for each, number in numbers.items()
         }
 
 
@@ -344,6 +533,10 @@ class ReadsAdapters:
 
     def load_unnoted(self, lora_request: Any) -> Any:
         return super()._load_adapter(lora_request)  # type: ignore[misc]
+
+    def _apply_adapters(self, adapter_requests: Any) -> None:
+        with self.lora_reload.step(adapter_requests) as requests:
+            super()._apply_adapters(requests)  # type: ignore[misc]
 
     def remove_adapter(self, adapter_id: int) -> bool:
         self.lora_reload.forget(adapter_id)
@@ -360,36 +553,67 @@ class AssignsSlots:
         super().remove_all_adapters()  # type: ignore[misc]
         seams.watch_slots(self, self.lora_reload.assigned)  # it has made a new table
 
+    def remove_oldest_adapter(self) -> bool:
+        before = seams.registered(self)
+        removed: bool = super().remove_oldest_adapter()  # type: ignore[misc]
+        for number in before.keys() - seams.registered(self).keys():
+            self.lora_reload.evicted(number, before[number])
+        return removed
+
     def _create_merged_loras_inplace(self, lora_model: Any) -> None:
         if not self.lora_reload.merged(lora_model):
             with self.lora_reload.with_modules():
                 super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
 
 
-def _owned(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor in memory of its own. Where vLLM does not pin it, it may be a view of the file, which can change."""
-    return tensor if tensor is None or tensor.is_pinned() else tensor.clone()
+def _owned(tensor: Any, ours: bool) -> Any:
+    """A tensor, or each of a list, in memory of its own: others may write to what a request brings, or to a file.
+
+    Args:
+        ours: whether vLLM has read a file, so that what is pinned is a copy.
+    """
+    if isinstance(tensor, (list, tuple)):
+        return [_owned(each, ours) for each in tensor]
+    return tensor if tensor is None or (ours and tensor.is_pinned()) else tensor.clone()  # vLLM pins it later
 
 
-def _check_pair(module: str, weights: Any) -> None:
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _check_pair(module: str, weights: Any, experts: int | None) -> None:
     """What vLLM takes on trust of one module of an adapter that has just been read.
 
+    Args:
+        experts: how many lie side by side in flat tensors; None if the module is none of experts, 0 if that is unknown.
+
     Raises:
-        ValueError: one of the two tensors is missing, their ranks differ, or a value is not finite.
+        ValueError: one of the two tensors is missing, their ranks are not that of the config, or a value is not finite,
+            also after scaling.
     """
     a, b = weights.lora_a, weights.lora_b
     if a is None or b is None:
         raise ValueError(f"{module} has lora_{'B' if a is None else 'A'} but no lora_{'A' if a is None else 'B'}")
+    if a.ndim < 2 or b.ndim < 2:
+        raise ValueError(f"{module}: lora_A of shape {list(a.shape)} and lora_B of {list(b.shape)} are no matrices")
     if a.shape[-2] != b.shape[-1]:
         raise ValueError(f"{module}: lora_A has rank {a.shape[-2]}, lora_B has rank {b.shape[-1]}")
-    _check_finite(module, lora_A=a, lora_B=b)
+    rank = weights.rank * (experts if experts is not None and a.ndim == 2 else 1)
+    told = rank or weights.rank
+    if a.shape[-2] != rank and (rank or a.shape[-2] % told):
+        raise ValueError(f"{module} has tensors of rank {a.shape[-2]}, and adapter_config.json says {told}")
+    _check_finite(module, weights.scaling, lora_A=a, lora_B=b)
 
 
-def _check_finite(module: str, **tensors: torch.Tensor | None) -> None:
+def _check_finite(module: str, scaling: float = 1.0, /, **tensors: torch.Tensor | None) -> None:
+    """`scaling` is what vLLM multiplies ``lora_B`` by."""
     for name, tensor in tensors.items():
-        # NaN is both the least and the greatest.
-        if tensor is not None and not all(extreme.isfinite() for extreme in torch.aminmax(tensor)):
+        extremes = torch.aminmax(tensor) if tensor is not None else ()  # NaN is both the least and the greatest
+        if not all(extreme.isfinite() for extreme in extremes):
             raise ValueError(f"{module}: {name} has values that are not finite")
+        if name == "lora_B" and not all((extreme * scaling).isfinite() for extreme in extremes):
+            raise ValueError(f"{module}: {name} scaled by {scaling} has values that are not finite")
 
 
 def _tensors(adapter: Any) -> list[tuple[str, torch.Tensor | None]]:

@@ -14,13 +14,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import lifecycle, seams
+from . import diagnosis, lifecycle, seams, staging
 from .errors import AdapterMissingError, WeightsMissingError
+from .prefixes import Prefixes
 from .settings import Settings
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
 Status = dict[str, Any]
+
+
+@dataclass
+class Reserved:
+    """A name that `users` updates at once may add, and its id once it has been chosen."""
+
+    number: int | None = None
+    users: int = 0
 
 
 @dataclass
@@ -33,9 +42,10 @@ class Guard:
         checked: the value of `now` when they were last asked.
         error: why no request can be answered now.
         adapters: why requests for an adapter cannot, by id.
-        versions: version of every adapter that this front end has updated, by id.
-        inplace: path of every adapter that it has added with ``load_inplace``, by id.
-        reserved: ids of names that this front end has begun to add.
+        prefixes: salts of adapters' requests.
+        reserved: names that updates of this front end are about to add.
+        highest: the last id that it has given to one.
+        there: adapters whose requests have no files, but which the workers had when `now` was `there_at`, by id.
         running: how many such calls have not come back; what the workers say meanwhile does not last.
         falling: how many of them are sleeps.
         updates: tasks that update adapters.
@@ -46,12 +56,15 @@ class Guard:
     checked: int = field(default_factory=lambda: lifecycle.failures)
     error: str | None = None
     adapters: dict[int, str] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
-    inplace: dict[int, str] = field(default_factory=dict)
-    reserved: dict[str, int] = field(default_factory=dict)
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    reserved: dict[str, Reserved] = field(default_factory=dict)
+    highest: int = 0
+    there: set[int] = field(default_factory=set)
+    there_at: int = -1
     running: int = 0
     falling: int = 0
     updates: set[Any] = field(default_factory=set)
+    _watching: bool = False
 
     @contextmanager
     def sleeping(self, level: int = 1, mode: str = "abort", **_: Any) -> Iterator[None]:
@@ -121,34 +134,64 @@ class Guard:
                 "update_adapter, or with remove_lora and add_lora, then ask again."
             )
 
-    def updated(self, engine: Any, number: int, version: int) -> None:
-        """From now on the adapter's requests find no prefix that an older version of it has cached."""
-        self._watch(engine)
-        self.versions[number] = version
+    def doubts(self, lora_request: Any) -> dict[str, Any] | None:
+        """What to ask the workers (``lora_reload_lacks``) about a request whose adapter may not be there any more.
+
+        vLLM would look for it in the midst of a step, and the engine would die.
+        """
+        path = str(getattr(lora_request, "lora_path", ""))
+        if not path.startswith(("/", "~", staging.NO_FILES)) or not seams.is_lora_request(lora_request):
+            return None  # of a hub, or it brings tensors
+        if getattr(lora_request, "tensorizer_config_dict", None):  # says where it is; before 0.32
+            return None
+        folder = diagnosis.local_folder(path)
+        if folder is not None and (folder / staging.CONFIG).is_file():
+            return None
+        if self.there_at != self.now:
+            self.there, self.there_at = set(), self.now
+        number = lora_request.lora_int_id
+        if number in self.there:
+            return None
+        return {"lora_int_id": number, "name": lora_request.lora_name, "path": path}
+
+    def settle(self, lora_request: Any, answers: list[Any]) -> None:
+        """Take in what the workers answered about what it `doubts`.
+
+        Raises:
+            AdapterMissingError: one of them lacks the adapter.
+        """
+        if lacking := [f"rank {rank}: {why}" for rank, why in enumerate(answers) if why]:
+            raise seams.as_request_error(AdapterMissingError)(
+                f"adapter {lora_request.lora_name!r} is not there: {lacking[0]}. Bring it again with update_adapter or "
+                "add_lora, then ask again with the request that goes with it."
+            )
+        self.there.add(lora_request.lora_int_id)
+
+    def updated(self, engine: Any, lora_request: Any) -> None:
+        """From now on the adapter's requests find no prefix that older weights of it have cached."""
+        self.watch(engine)
+        self.prefixes.updated(lora_request)
 
     def added(self, engine: Any, lora_request: Any) -> None:
-        """An adapter was added, and read from its files for that.
+        """``add_lora`` was called."""
+        self.watch(engine)
+        self.prefixes.added(lora_request)
 
-        A server keeps ``load_inplace`` with the adapter's name. With a request it has vLLM read the files again before
-        every step: over a later update, or when they are gone.
-        """
-        if getattr(lora_request, "load_inplace", False) and seams.is_lora_request(lora_request):
-            self._watch(engine)
-            self.inplace[lora_request.lora_int_id] = lora_request.lora_path
+    def removed(self, engine: Any, number: int) -> None:
+        """``remove_lora`` was called."""
+        self.watch(engine)
+        self.prefixes.removed(number)
 
-    def _watch(self, engine: Any) -> None:
-        if not self.versions and not self.inplace:
+    def watch(self, engine: Any) -> None:
+        """From the first request with an adapter on, and the first call about one."""
+        if not self._watching:
+            self._watching = True
             seams.requests_marked(engine, self._mark)
 
     def _mark(self, request: Any) -> None:
         lora = request.lora_request
-        if lora is None:
+        if lora is None or not (version := self.prefixes.salt(lora)):
             return
-        if getattr(lora, "load_inplace", False) and self.inplace.get(lora.lora_int_id) == lora.lora_path:
-            request.lora_request = seams.loaded_once(lora)
-        if lora.lora_int_id not in self.versions:
-            return
-        version = f"|adapter version {self.versions[lora.lora_int_id]}"
         request.cache_salt = f"{request.cache_salt or ''}{version}"
         if request.mm_features:
             # What encoders made of images is known by these names; they bear the adapter's where it changes that.
@@ -198,8 +241,13 @@ class GuardedLLMEngine:
         if state.stale:
             asked = state.now
             state.learn(super().collective_rpc("lora_reload_status"), asked)  # type: ignore[misc]
+        lora_request = _lora_request(args, kwargs)
         if state.error or state.adapters:
-            state.refuse(_lora_request(args, kwargs))
+            state.refuse(lora_request)
+        if lora_request is not None:
+            state.watch(self)
+            if asking := state.doubts(lora_request):
+                state.settle(lora_request, super().collective_rpc("lora_reload_lacks", kwargs=asking))  # type: ignore[misc]
         return super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,14 +263,18 @@ class GuardedLLMEngine:
             return super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
 
     def add_lora(self, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.lora_reload.changing():
-            added = super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
-        self.lora_reload.added(self, lora_request)
-        return added
+        try:
+            with self.lora_reload.changing():
+                return super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.lora_reload.added(self, lora_request)
 
-    def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
-        with self.lora_reload.changing():
-            return super().remove_lora(*args, **kwargs)  # type: ignore[misc]
+    def remove_lora(self, lora_id: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self.lora_reload.changing():
+                return super().remove_lora(lora_id, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.lora_reload.removed(self, lora_id)
 
 
 class GuardedAsyncLLM(abc.ABC):
@@ -242,8 +294,13 @@ class GuardedAsyncLLM(abc.ABC):
             state.learn(await super().collective_rpc("lora_reload_status"), asked)  # type: ignore[misc]
             if state.now == asked:  # else that was before something else happened
                 break
+        lora_request = _lora_request(args, kwargs)
         if state.error or state.adapters or state.falling:
-            state.refuse(_lora_request(args, kwargs))
+            state.refuse(lora_request)
+        if lora_request is not None:
+            state.watch(self)
+            if asking := state.doubts(lora_request):
+                state.settle(lora_request, await super().collective_rpc("lora_reload_lacks", kwargs=asking))  # type: ignore[misc]
         return await super().add_request(*args, **kwargs)  # type: ignore[misc]
 
     async def sleep(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,11 +316,15 @@ class GuardedAsyncLLM(abc.ABC):
             return await super().collective_rpc(*args, **kwargs)  # type: ignore[misc]
 
     async def add_lora(self, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.lora_reload.changing():
-            added = await super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
-        self.lora_reload.added(self, lora_request)
-        return added
+        try:
+            with self.lora_reload.changing():
+                return await super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.lora_reload.added(self, lora_request)
 
-    async def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
-        with self.lora_reload.changing():
-            return await super().remove_lora(*args, **kwargs)  # type: ignore[misc]
+    async def remove_lora(self, lora_id: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self.lora_reload.changing():
+                return await super().remove_lora(lora_id, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.lora_reload.removed(self, lora_id)

@@ -506,6 +506,16 @@ def whole_modules(adapter: Any) -> dict[str, Any]:
     return dict(getattr(adapter, "modules_to_save", None) or {})
 
 
+def remove_adapter(manager: Any, number: int) -> None:
+    """Take an adapter out of the host registry and its slot, if it is there."""
+    manager.remove_adapter(number)
+
+
+def deactivate_adapter(manager: Any, number: int) -> None:
+    """Take an adapter out of its slot."""
+    manager.deactivate_adapter(number)
+
+
 def activate_if_possible(manager: Any, number: int) -> None:
     """Give a registered adapter a slot, unless all slots hold pinned adapters: then it gets one when one is free."""
     active = manager._active_adapters
@@ -555,6 +565,23 @@ def loaded_once(request: Any) -> Any:
     return request
 
 
+def at_folder(request: Any, folder: str) -> Any:
+    """A ``LoRARequest`` of the same adapter, in a folder by its whole path."""
+    request = copy.copy(request)
+    request.lora_path = folder
+    return request
+
+
+def adapter_folder(path: str) -> str:
+    """The folder that vLLM reads an adapter from; of a hub's name, where it was downloaded to."""
+    return str(_find("vllm.lora.utils", "get_adapter_absolute_path")(path))
+
+
+def reads_files(load: Any) -> bool:
+    """Whether a ``_load_adapter`` is vLLM's own, not a framework's."""
+    return str(getattr(load, "__module__", "")).startswith("vllm.")
+
+
 def is_lora_request(request: Any) -> bool:
     """Whether it is vLLM's own, not one that a framework has made of it, with tensors."""
     return type(request) is _find("vllm.lora.request", "LoRARequest")
@@ -587,6 +614,21 @@ class _SlotTable(list[int | None]):
         self._changed(index)
 
 
+def experts(manager: Any, module: str) -> int | None:
+    """How many experts an adapter's flat tensors for `module` hold side by side.
+
+    Returns:
+        None if it is none of experts; 0 if that is not known here (on another pipeline stage, say).
+    """
+    if not module.endswith((".experts", ".experts.base_layer")):
+        return None
+    wrapper = manager.modules.get(module.removesuffix(".base_layer"))
+    for layer in (wrapper, getattr(wrapper, "base_layer", None)):
+        if isinstance(count := getattr(layer, "global_num_experts", None), int):
+            return count
+    return 0
+
+
 def watch_slots(manager: Any, changed: Callable[[int], None]) -> None:
     """Call ``changed(index)`` whenever the manager gives a slot to another adapter or to none."""
     manager.lora_index_to_id = _SlotTable(slots(manager), changed)
@@ -594,6 +636,12 @@ def watch_slots(manager: Any, changed: Callable[[int], None]) -> None:
 
 def lora_request(name: str, number: int, path: str) -> Any:
     return _find("vllm.lora.request", "LoRARequest")(lora_name=name, lora_int_id=number, lora_path=path)
+
+
+def one_front_end(vllm_config: Any) -> bool:
+    """Whether all ranks get their calls from one front end, so that each of them gets every call."""
+    backend = vllm_config.parallel_config.distributed_executor_backend
+    return "ExternalLauncher" not in getattr(backend, "__name__", "") and backend != "external_launcher"
 
 
 def max_lora_ranks() -> list[int]:

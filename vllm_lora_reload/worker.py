@@ -192,8 +192,28 @@ class LoRAReloadWorker:
         return nbytes
 
     def lora_reload_adapters(self) -> dict[str, dict[str, int]]:
-        """For ``collective_rpc``: ``lora_int_id`` and ``version`` of every adapter that was ever known, by name."""
+        """For ``collective_rpc``: ``lora_int_id`` and ``version`` of every adapter that is known, by name."""
         return self.lora_reload.adapters.known()
+
+    def lora_reload_adapter(self, name: str) -> dict[str, int | None]:
+        """For ``collective_rpc``: of one adapter ``lora_int_id``, None if it is not known, and ``version``.
+
+        ``free`` is an id that no adapter of this engine has or had.
+        """
+        adapters = self.lora_reload.adapters
+        known = adapters.known(name)
+        return {"lora_int_id": None, "version": 0, **known.get(name, {}), "free": adapters.free_number()}
+
+    def lora_reload_lacks(self, lora_int_id: int, name: str, path: str) -> str | None:
+        """For ``collective_rpc``: why a request for an adapter could not be answered.
+
+        Args:
+            lora_int_id, name, path: of its ``LoRARequest``.
+
+        Returns:
+            None if it could.
+        """
+        return self.lora_reload.adapters.lacks(lora_int_id, name, path)
 
     def lora_reload_stage_adapter(
         self,
@@ -224,13 +244,14 @@ class LoRAReloadWorker:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def lora_reload_commit_adapter(self, token: str) -> int:
-        """For ``collective_rpc``: swap in what was staged. Asleep, the slot is written at wake-up.
+    def lora_reload_commit_adapter(self, token: str) -> int | str:
+        """For ``collective_rpc`` on all ranks: swap in what was staged. Asleep, the slot is written at wake-up.
 
         Returns:
-            The adapter's version; 0 if its id has gone to another name meanwhile, and nothing was changed.
+            The adapter's version; 0 if its id has gone to another name meanwhile, and nothing was changed; or why it
+            could not be written, here or on another rank, and all have what they had.
         """
-        return self.lora_reload.adapters.commit(token)
+        return self.lora_reload.adapters.commit(token, together=seams.one_front_end(self.vllm_config))
 
     def lora_reload_discard_adapter(self, token: str) -> None:
         """For ``collective_rpc``: forget what was staged."""

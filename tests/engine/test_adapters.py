@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import PEFT_CONFIG, make_adapter
 from tests.support.engine import Engine
-from vllm_lora_reload import AdapterMissingError, AdapterRefusedError, AsleepError, WeightsMissingError, update_adapter
+from tests.support.scenario import PROMPTS
+from vllm_lora_reload import (
+    AdapterMissingError,
+    AdapterRefusedError,
+    AsleepError,
+    WeightsMissingError,
+    staging,
+    update_adapter,
+)
 from vllm_lora_reload.diagnosis import adapter_rank
 from vllm_lora_reload.settings import Settings
 
@@ -37,9 +45,8 @@ def engine(roomy: Engine) -> Iterator[Engine]:
     unpin(roomy)
     roomy.llm.wake_up()
     roomy.reload()
-    for number in roomy.llm.llm_engine.list_loras():
+    for number in {*roomy.llm.llm_engine.list_loras(), *state.adapters._without_files}:
         roomy.llm.llm_engine.remove_lora(number)
-    state.adapters.numbers.clear()
     roomy.runner.reset_lora_state()  # vLLM's CPU kernel adds the last slot to requests without adapter
     assert roomy.ask() == roomy.before
 
@@ -83,9 +90,9 @@ def test_update_adds_then_replaces_under_one_id(engine: Engine) -> None:
     assert answers(engine, first.lora_request) == engine.before["adapter 2"]
     second = update(engine, 1)
     assert answers(engine, second.lora_request) == engine.before["adapter 1"]
-    assert (first.version, second.version) == (1, 2) and first.lora_int_id == second.lora_int_id
+    assert second.version == first.version + 1 and first.lora_int_id == second.lora_int_id
     known = engine.llm.collective_rpc("lora_reload_adapters")[0]["policy"]
-    assert known == {"lora_int_id": first.lora_int_id, "version": 2}
+    assert known == {"lora_int_id": first.lora_int_id, "version": second.version}
     assert engine.ask() == engine.before, "the others stay"
 
 
@@ -117,6 +124,158 @@ def test_what_trainers_have(engine: Engine, form: str) -> None:
         answers(engine, update_adapter(engine.llm, "policy", given, config).lora_request)
         == (engine.before["adapter 2"])
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 4}, r"has tensors of rank 8, and adapter_config\.json says 4"),
+        ({"r": 16}, r"has tensors of rank 8, and adapter_config\.json says 16"),
+        ({"r": float("nan")}, "r is nan"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
+        ({"lora_alpha": 1e38}, "scaled by 1.25e\\+37 has values that are not finite"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'|does not support init_lora_weights='pissa'"),
+        ({"peft_type": "ADALORA"}, "peft_type is 'ADALORA'"),
+        ({"a_setting_of_the_future": 1}, "a_setting_of_the_future is 1"),
+    ],
+)
+@pytest.mark.parametrize("way", ["tensors", "folder", "changed files"])
+def test_config_that_does_not_fit_is_refused(
+    engine: Engine, change: dict[str, Any], message: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is given with ``~``."""
+    old, given = update(engine, 1), tensors(engine, 2)
+    if "1.25e" in message:
+        given = {name: tensor * 1e4 for name, tensor in given.items()}
+    folder = engine.folder / "unfit"
+    try:
+        with staging.write(given, PEFT_CONFIG | change) as written:
+            shutil.copytree(written, folder)
+        monkeypatch.setenv("HOME", str(engine.folder))
+        if way == "changed files":
+            shutil.copytree(engine.folder / "adapter1", engine.folder / "lasting")
+            old = update_adapter(engine.llm, "policy", path=engine.folder / "lasting")
+            shutil.rmtree(engine.folder / "lasting")
+            folder = folder.rename(engine.folder / "lasting")
+            sleep_and_wake(engine, 1)
+            with pytest.raises(AdapterMissingError, match=f"its files have changed, and .*({message})"):
+                answers(engine, old.lora_request)
+            update(engine, 1)
+        else:
+            with pytest.raises(AdapterRefusedError, match=message):
+                if way == "tensors":
+                    update_adapter(engine.llm, "policy", given, PEFT_CONFIG | change)
+                else:
+                    update_adapter(engine.llm, "policy", path="~/unfit")
+        assert answers(engine, old.lora_request) == engine.before["adapter 1"]
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_commit_that_fails_half_way_keeps_the_old_weights(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = update(engine, 1)
+    manager = engine.worker.lora_reload.adapters.manager
+    module = list(manager.modules.values())[-1]
+    write, left = module.set_lora, [0]
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("2 GiB")
+
+    monkeypatch.setattr(module, "set_lora", fails)
+    for name in ("policy", "fresh"):
+        left[0] = 2  # the first time all writes are held back
+        with pytest.raises(AdapterRefusedError, match=f"'{name}' was not updated: rank 0: OutOfMemoryError: 2 GiB"):
+            update(engine, 2, name=name)
+        assert left[0] <= 0
+        assert answers(engine, old.lora_request) == engine.before["adapter 1"]
+    known = engine.llm.collective_rpc("lora_reload_adapters")[0]
+    assert known["policy"]["version"] == old.version and "fresh" not in known
+    assert engine.ask() == engine.before
+    assert answers(engine, update(engine, 2).lora_request) == engine.before["adapter 2"]
+
+
+# --- Adapters that go ---------------------------------------------------------------------------------------------
+
+
+def test_request_for_a_removed_adapter_without_files(engine: Engine) -> None:
+    """vLLM would look for its files in the midst of a step, and the engine would die."""
+    straggler = update(engine, 2).lora_request
+    engine.llm.llm_engine.remove_lora(straggler.lora_int_id)
+    for _ in range(2):
+        with pytest.raises(AdapterMissingError, match="'policy' is not there: rank 0: it came as tensors"):
+            answers(engine, straggler)
+        assert engine.ask() == engine.before
+    again = update(engine, 1).lora_request
+    assert again.lora_int_id != straggler.lora_int_id
+    assert answers(engine, again) == engine.before["adapter 1"]
+    with pytest.raises(AdapterMissingError):
+        answers(engine, straggler)
+
+
+@pytest.mark.parametrize("how", ["tensors", "folder that is gone"])
+def test_adapter_is_removed_while_its_request_runs(engine: Engine, how: str) -> None:
+    from vllm import SamplingParams
+
+    folder = engine.folder / "running"
+    if how == "tensors":
+        request = update(engine, 2).lora_request
+    else:
+        shutil.copytree(engine.folder / "adapter2", folder)
+        request = update_adapter(engine.llm, "policy", path=folder).lora_request
+    llm = engine.llm.llm_engine
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    for number, prompt in enumerate(PROMPTS):
+        llm.add_request(str(number), prompt, greedy, lora_request=request)
+    llm.step()
+    shutil.rmtree(folder, ignore_errors=True)
+    llm.remove_lora(request.lora_int_id)
+    done = {}
+    while llm.has_unfinished_requests():
+        done |= {output.request_id: list(output.outputs[0].token_ids) for output in llm.step() if output.finished}
+    assert [done[str(number)] for number in range(len(PROMPTS))] == engine.before["adapter 2"]
+    assert engine.ask() == engine.before
+
+
+def test_folder_is_gone_after_an_eviction(engine: Engine) -> None:
+    folder = engine.folder / "short-lived"
+    shutil.copytree(engine.folder / "adapter2", folder)
+    request = update_adapter(engine.llm, "policy", path=folder).lora_request
+    assert answers(engine, request) == engine.before["adapter 2"]
+    shutil.rmtree(folder)
+    assert answers(engine, request) == engine.before["adapter 2"], "vLLM has it in host memory"
+    for number in range(SLOTS + 2):
+        update(engine, 1, name=f"other {number}")
+    with pytest.raises(AdapterMissingError, match="it is not in host memory any more, and has no files in"):
+        answers(engine, request)
+    for name in ("adapter 1", "adapter 2"):  # not the base: vLLM's CPU kernel adds the last slot to it
+        assert engine.ask(name)[name] == engine.before[name]
+
+
+def test_load_inplace_with_requests_alone(engine: Engine) -> None:
+    """Without an ``add_lora``: the files are read once, not over an update, and may go."""
+    from vllm.lora.request import LoRARequest
+
+    folder = engine.folder / "inplace"
+    shutil.copytree(engine.folder / "adapter2", folder)
+    request = LoRARequest("policy", 77, str(folder), load_inplace=True)
+    reads: list[str] = []
+    adapters = engine.worker.lora_reload.adapters
+    read = adapters._read
+    adapters._read = lambda request, load: reads.append(request.lora_path) or read(request, load)
+    try:
+        assert answers(engine, request) == answers(engine, request) == engine.before["adapter 2"]
+        assert reads == [str(folder)]
+        update(engine, 1)
+        assert answers(engine, request) == engine.before["adapter 1"]
+        shutil.rmtree(folder)
+        assert answers(engine, request) == engine.before["adapter 1"]
+        assert reads.count(str(folder)) == 1
+    finally:
+        del adapters._read
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
@@ -526,3 +685,40 @@ def test_prefixes_of_older_versions_are_not_used_again(caching: Engine) -> None:
         assert cached > 100 and answer == fresh[name][1]
     update(engine, 1)
     assert ask_long(engine, policy) == (0, fresh["adapter 1"][1]), "nor does an old version come back"
+
+
+def test_a_name_is_removed_and_comes_again(caching: Engine) -> None:
+    """Its id changes, and vLLM's block hash knows it by name: nothing of what went before is found."""
+    from vllm.lora.request import LoRARequest
+
+    engine, llm = caching, caching.llm.llm_engine
+    right = {number: ask_long(engine, engine.requests[f"adapter {number}"])[1] for number in (1, 2)}
+    first = update(engine, 1, name="again").lora_request
+    assert ask_long(engine, first) == (0, right[1])
+    llm.remove_lora(first.lora_int_id)
+    other = LoRARequest("again", 7, str(engine.folder / "adapter2"))
+    llm.add_lora(other)
+    assert ask_long(engine, other) == (0, right[2])
+    second = update(engine, 2, name="again").lora_request
+    assert second.lora_int_id == 7 and ask_long(engine, second) == (0, right[2])
+    llm.remove_lora(7)
+    assert ask_long(engine, LoRARequest("again", 7, str(engine.folder / "adapter1"))) == (0, right[1])
+    assert ask_long(engine, LoRARequest("again", 8, str(engine.folder / "adapter2"))) == (0, right[2])
+    llm.remove_lora(7)
+    llm.remove_lora(8)
+
+
+def test_load_inplace_of_add_lora_forgets_prefixes(caching: Engine) -> None:
+    from vllm.lora.request import LoRARequest
+
+    engine, folder = caching, caching.folder / "rewritten"
+    right = {number: ask_long(engine, engine.requests[f"adapter {number}"])[1] for number in (1, 2)}
+    for number in (1, 2, 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(engine.folder / f"adapter{number}", folder)
+        engine.llm.llm_engine.add_lora(LoRARequest("rewritten", 9, str(folder), load_inplace=True))
+        for inplace in (False, True):
+            request = LoRARequest("rewritten", 9, str(folder), load_inplace=inplace)
+            cached, answer = ask_long(engine, request)
+            assert answer == right[number] and (cached > 100) is inplace
+    engine.llm.llm_engine.remove_lora(9)

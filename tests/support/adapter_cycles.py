@@ -1,7 +1,8 @@
 """Adapters of every kind over sleep cycles on one engine, in a process of its own.
 
 Four adapters: ``pinned``; ``gone``, whose files are deleted once it is loaded; ``changed``, whose files become another
-adapter's before each wake-up; ``tensors``, which has no files and is updated while the engine sleeps.
+adapter's before each wake-up; ``tensors``, which has no files and is updated while the engine sleeps. Awake, an update
+of it fails on the last rank while it writes, and every rank has to keep what it had.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def observe(scenario: Scenario, folder: Path) -> Report:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
-    from vllm_lora_reload import update_adapter
+    from vllm_lora_reload import AdapterRefusedError, update_adapter
 
     checkpoint = make_checkpoint(folder / "model", scenario.family)
     for seed in (1, 2):
@@ -63,7 +64,12 @@ def observe(scenario: Scenario, folder: Path) -> Report:
             llm.collective_rpc("reload_weights")
             llm.wake_up(["kv_cache"])
             should = {"pinned": 1, "gone": 1, "changed": now, "tensors": now}
-            cycle.same = {name: ask(requests[name]) == expected[seed] for name, seed in should.items()}
+            llm.collective_rpc("fail_at_commit", args=(llm.llm_engine.vllm_config.parallel_config.world_size - 1,))
+            try:
+                update_adapter(llm, "tensors", weights[3 - now], PEFT_CONFIG)
+            except AdapterRefusedError as refused:
+                cycle.same["commit failed on the last rank alone"] = str(refused).count("OutOfMemoryError: 2 GiB") == 1
+            cycle.same |= {name: ask(requests[name]) == expected[seed] for name, seed in should.items()}
             cycle.same["base"] = ask(None) == base
             cycle.same["list_loras"] = sorted(llm.llm_engine.list_loras()) == registered
         except Exception as error:

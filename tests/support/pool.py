@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 GARBAGE = 0xFF
@@ -107,6 +107,21 @@ class PoolInspector:
 
     def reload_kernel_format(self) -> None:
         self.model_runner.reload_weights(weights_iterator=iter(self._kernel_format), is_checkpoint_format=False)
+
+    def fail_at_commit(self, rank: int) -> None:
+        """The next time that this rank writes an adapter into a slot, half of it is written."""
+        if self.rank != rank:
+            return
+        module = list(self.model_runner.lora_reload.adapters.manager.modules.values())[-1]
+        write = module.set_lora
+
+        def fails(*args: Any, **kwargs: Any) -> None:
+            write(*args, **kwargs)
+            if not _get_current_dispatch_mode():  # else it is a dry run
+                del vars(module)["set_lora"]
+                raise torch.OutOfMemoryError("2 GiB")
+
+        vars(module)["set_lora"] = fails
 
     def take_out(self, part: str) -> None:
         """Negative control: disable one part of the package in this worker.

@@ -4,12 +4,13 @@ import abc
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_lora_reload import LoRAReloadError, WeightsMissingError, client, seams
+from vllm_lora_reload import AdapterMissingError, LoRAReloadError, WeightsMissingError, client, seams
 
 COMPLETE = {"state": "complete", "error": None, "adapters": {}}
 MISSING = {"state": "missing", "error": "base weights are missing: told so", "adapters": {}}
@@ -24,7 +25,10 @@ class Engine:
         self.calls: list[Any] = []
         self.statuses: Any = [COMPLETE]
 
-    def add_request(self, request_id: str, *, priority: int = 0) -> str:
+        self.lacking: list[Any] = [None]
+        self.engine_core = SimpleNamespace(add_request=None, add_request_async=None)
+
+    def add_request(self, request_id: str, *, priority: int = 0, lora_request: Any = None) -> str:
         self.calls.append(("add", request_id, priority))
         return f"added {request_id}"
 
@@ -40,10 +44,15 @@ class Engine:
         self.calls.append(("add lora", lora_request.lora_int_id))
         return True
 
-    def collective_rpc(self, method: str, timeout: float | None = None) -> Any:
+    def remove_lora(self, lora_id: int) -> bool:
+        return True
+
+    def collective_rpc(self, method: str, timeout: float | None = None, kwargs: Any = None) -> Any:
         self.calls.append(("rpc", method, timeout) if timeout else ("rpc", method))
         if isinstance(self.statuses, Exception):
             raise self.statuses
+        if method == "lora_reload_lacks":
+            return self.lacking
         return self.statuses if method == "lora_reload_status" else f"did {method}"
 
 
@@ -71,6 +80,9 @@ class AsyncEngine(EngineClient):
     async def add_lora(self, *args: Any, **kwargs: Any) -> Any:
         return self.sync.add_lora(*args, **kwargs)
 
+    async def remove_lora(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sync.remove_lora(*args, **kwargs)
+
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
         return self.sync.collective_rpc(*args, **kwargs)
 
@@ -95,6 +107,7 @@ class Guarded:
 @pytest.fixture(params=[Engine, AsyncEngine])
 def guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Guarded:
     monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
+    monkeypatch.setattr(seams, "requests_marked", lambda engine, mark: None)
     return Guarded(request.param())
 
 
@@ -237,7 +250,7 @@ def test_requests_are_not_kept_over_level_2(guarded: Guarded, args: Any, kwargs:
     assert guarded("sleep", 2) == "asleep"
 
 
-def test_marks_of_a_new_version() -> None:
+def test_marks_of_new_weights() -> None:
     """Prefixes, and what encoders made of images with this adapter."""
 
     @dataclass
@@ -245,48 +258,62 @@ def test_marks_of_a_new_version() -> None:
         identifier: str
 
     guard = client.Guard(warn_only=False)
-    lora = SimpleNamespace(lora_int_id=3, lora_name="a")
+    lora = seams.lora_request("a", 3, "/a")
     features = [Feature("a:1"), Feature("2")]
     request = SimpleNamespace(lora_request=lora, cache_salt="x", mm_features=features)
     guard._mark(request)
     assert request.cache_salt == "x" and request.mm_features is features
-    guard.versions[3] = 2
+    guard.prefixes.updated(lora)
+    version = guard.prefixes.salt(lora)
     guard._mark(request)
-    assert request.cache_salt == "x|adapter version 2"
-    assert request.mm_features == [Feature("a:1|adapter version 2"), Feature("2")]
+    assert request.cache_salt == f"x{version}" and version.startswith("|adapter version ")
+    assert request.mm_features == [Feature(f"a:1{version}"), Feature("2")]
     assert features[0].identifier == "a:1"
     text = SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=None)
     guard._mark(text)
-    assert text.cache_salt == "|adapter version 2" and text.mm_features is None
+    assert text.cache_salt == version and text.mm_features is None
+    guard._mark(SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None))
 
 
-def test_load_inplace_counts_once(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server sends it with every request of the name, and vLLM would read the files again before every step."""
-    marks: list[Any] = []
-    monkeypatch.setattr(seams, "requests_marked", lambda engine, mark: marks.append(mark))
+# --- Requests for adapters that are not there ---------------------------------------------------------------------
 
-    class FrameworksOwn(type(seams.lora_request("a", 1, "b"))):  # type: ignore[misc]
-        """With tensors."""
 
-    def sent(name: str = "a", number: int = 1, path: str = "/a", kind: Any = None, inplace: bool = True) -> Any:
-        lora = (kind or type(added))(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=inplace)
-        request = SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=None)
-        marks[0](request)
-        assert lora.load_inplace is inplace, "the server's own stays as it is"
-        return request.lora_request.load_inplace
+def lora(path: str, number: int = 7) -> Any:
+    return seams.lora_request("policy", number, path)
 
-    added = seams.lora_request("a", 1, "/a")
-    guarded("add_lora", added)
-    assert marks == [], "without it nothing is looked at"
-    added.load_inplace = True
-    guarded("add_lora", added)
-    guarded("add_lora", FrameworksOwn(lora_name="c", lora_int_id=3, lora_path="/c", load_inplace=True))
-    assert len(marks) == 1
-    assert sent() is False
-    assert sent(path="/other") is sent(number=2) is sent("c", 3, "/c", FrameworksOwn) is True
-    assert sent(inplace=False) is False
-    marks[0](SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None))
-    assert [call for call in guarded.take() if call[0] == "add lora"] == [("add lora", n) for n in (1, 1, 3)]
+
+LACKS = ("rpc", "lora_reload_lacks")
+
+
+@pytest.mark.parametrize("path", ["lora_reload:policy", "/nowhere/at/all", "~/nowhere/at/all"])
+def test_adapter_without_files_is_asked_about_once(guarded: Guarded, path: str, tmp_path: Path) -> None:
+    """vLLM would look for its files in the midst of a step, and the engine would die."""
+    guarded.base.lacking = [None, "it was removed"]
+    for _ in range(2):
+        with pytest.raises(AdapterMissingError, match="adapter 'policy' is not there: rank 1: it was removed"):
+            guarded("add_request", "a", lora_request=lora(path))
+    guarded.take()
+    guarded.base.lacking = [None, None]
+    for _ in range(2):
+        guarded("add_request", "a", lora_request=lora(path))
+    assert [call[1] for call in guarded.take()] == ["lora_reload_lacks", "a", "a"]
+    guarded("remove_lora", 9)
+    guarded("add_request", "a", lora_request=lora(path))
+    assert LACKS in guarded.take(), "others may have gone with it"
+
+
+def test_others_are_not_asked_about(guarded: Guarded, tmp_path: Path) -> None:
+    """Those with files, from a hub, and a framework's with tensors."""
+    (tmp_path / "adapter_config.json").touch()
+
+    class WithTensors(type(lora("x"))):  # type: ignore[misc]
+        """As frameworks make them."""
+
+    mine = WithTensors(lora_name="a", lora_int_id=1, lora_path="/nowhere")
+    mine.lora_path = ""
+    for request in (lora(str(tmp_path)), lora("someone/policy"), mine, None):
+        guarded("add_request", "a", lora_request=request)
+    assert [call[0] for call in guarded.take()] == ["add"] * 4
 
 
 def test_what_workers_said_before_a_sleep_does_not_count_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,8 @@ def test_folder_is_written_and_gone_afterwards(shared: str, tmp_path: Path, monk
     if shared == "small":  # as a container's, by default
         monkeypatch.setattr(staging, "_MARGIN", shutil.disk_usage(tmp_path).total)
     tensor = torch.arange(6.0).view(2, 3).t()
-    with staging.written({"x.lora_A.weight": tensor}, {"r": 2, "target_modules": {"b", "a"}}) as folder:
+    with staging.write({"x.lora_A.weight": tensor}, {"r": 2, "target_modules": {"b", "a"}}) as name:
+        folder = Path(name)
         assert (folder.parent == tmp_path) is (shared == "there")
         assert torch.equal(load_file(folder / "adapter_model.safetensors")["x.lora_A.weight"], tensor)
         assert json.loads((folder / "adapter_config.json").read_text()) == {"r": 2, "target_modules": ["a", "b"]}
@@ -190,7 +191,8 @@ def test_folder_is_written_and_gone_afterwards(shared: str, tmp_path: Path, monk
 
 
 def test_worker_that_does_not_see_the_folder(tmp_path: Path) -> None:
-    with staging.written({"x": torch.ones(1)}, {"r": 1}) as folder:
+    with staging.write({"x": torch.ones(1)}, {"r": 1}) as name:
+        folder = Path(name)
         files = {file.name: file.read_bytes() for file in folder.iterdir()}
         with staging.folder(str(folder), None) as seen:
             assert seen == str(folder)

@@ -201,12 +201,15 @@ def test_modules_that_the_model_has_not(manager: Any, monkeypatch: pytest.Monkey
     assert place("model.up", "model.nextdoor.q_proj") == ["model.nextdoor.q_proj"]
 
 
-def test_an_adapter_without_a_place_is_refused(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_without_a_place_is_refused(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Awake and asleep."""
     adapters.worker_manager.load_unnoted = lambda request: named("module.up")
     monkeypatch.setattr(seams, "merge_packed_modules", lambda manager, adapter: None)
-    monkeypatch.setattr(adapters_module, "_check_pair", lambda module, weights: None)
-    request = seams.lora_request("a", 9, "/nowhere")
+    monkeypatch.setattr(adapters_module, "_check_pair", lambda module, weights, experts: None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 1}))
+    request = seams.lora_request("a", 9, str(tmp_path))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"no place for module\.up"):
             adapters._check("a", request, False)
@@ -220,9 +223,9 @@ def test_settings_that_vllm_leaves_out(
 ) -> None:
     """Before 0.32 it scales all modules by one number, say."""
     monkeypatch.setattr(seams, "peft_settings", lambda: {"r"})
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, setting: {"up": 16}}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 8, setting: {"up": 16}}))
     request = seams.lora_request("a", 9, str(tmp_path))
-    with pytest.raises(ValueError, match=f"{setting} in adapter_config.json: this vLLM"):
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: {setting}.*: this vLLM would leave it out"):
         adapters._check("a", request, False)
     monkeypatch.setattr(seams, "peft_settings", lambda: {"r", setting})
     with pytest.raises(AssertionError, match="nothing is to be read"):
