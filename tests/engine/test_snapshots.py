@@ -203,9 +203,9 @@ def test_asleep_without_a_snapshot(engine: Engine, no_snapshot: Callable[[str], 
     go = no_snapshot(why)
     engine.llm.sleep(level=2)
     engine.llm.wake_up(["weights"])
-    assert status(engine)["state"] == "complete"
-    assert (status(engine)["last_restore"] or {}).get("source") != "snapshot"
+    woken = status(engine)
     engine.llm.wake_up(["kv_cache"])
+    assert woken["state"] == "complete" and (woken["last_restore"] or {}).get("source") != "snapshot"
     engine.assert_whole()
     assert keeper_of(engine).writing == (why == "it is being written")
     go.set()

@@ -870,7 +870,8 @@ class FakeKeeper:
     def __init__(self, log: Log) -> None:
         self.log = log
         self.usable = True
-        self.of_checkpoint = True
+        self.lost_first = True
+        self.reason = None
         self.fail: str | None = None
         self.held = False
 
@@ -883,8 +884,8 @@ class FakeKeeper:
     def started(self) -> None:
         self.log("keeper.started")
 
-    def compare(self) -> None:
-        self.log("keeper.compare")
+    def compare(self, complete: bool) -> None:
+        self.log("keeper.compare" if complete else "keeper.compare not")
 
     def loaded(self) -> None:
         self.log("keeper.loaded")
@@ -902,7 +903,7 @@ class FakeKeeper:
         return {"state": "valid", "path": "/file"}
 
     def holds(self) -> bool:
-        return self.of_checkpoint
+        return self.lost_first
 
     def close(self) -> None:
         self.log("keeper.close")
@@ -970,11 +971,31 @@ def test_not_after_another_level(kept: Any, log: Log, level: int) -> None:
 
 
 def test_not_if_other_weights_were_lost(kept: Any, log: Log) -> None:
-    kept.lora_reload.keeper.usable = False
+    kept.lora_reload.keeper.usable = kept.lora_reload.keeper.lost_first = False
     kept.sleep(2)
     kept.wake_up()
     assert "keeper.restore" not in log and "reload" not in log
     assert kept.lora_reload_status()["state"] == "missing" and kept.lora_reload.keeper.held
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_without_a_snapshot_the_checkpoint_is_loaded_if_all_ranks_have_the_same(
+    kept: Any, log: Log, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[bool] = []
+
+    def true_on_all_ranks(value: bool) -> bool:
+        said.append(value)
+        return value and elsewhere
+
+    monkeypatch.setattr(seams, "true_on_all_ranks", true_on_all_ranks)
+    kept.lora_reload.keeper.usable = False
+    kept.sleep(2)
+    kept.wake_up()
+    assert said == [False, True] and "keeper.restore" not in log and ("reload" in log) is elsewhere
+    error = kept.lora_reload_status()["error"]
+    assert "no snapshot has them: it was not written yet" in error
+    assert ("nor does the checkpoint" in error) is not elsewhere
 
 
 @pytest.mark.parametrize("checkpoint", ["same", "other weights", "changed", "not local", "gone"])
@@ -982,7 +1003,7 @@ def test_the_checkpoint_is_loaded_instead_only_if_it_has_the_same(
     kept: Any, log: Log, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept.lora_reload.keeper.fail = "no such file"
-    kept.lora_reload.keeper.of_checkpoint = checkpoint != "other weights"
+    kept.lora_reload.keeper.lost_first = checkpoint != "other weights"
     if checkpoint == "changed":
         monkeypatch.setattr(session, "file_states", lambda folder: {"file": (1, 2, 3)})
     elif checkpoint == "gone":
@@ -1031,7 +1052,7 @@ def test_only_what_was_complete_can_be_restored(kept: Any, log: Log) -> None:
         write(kept.lora_reload)
         raise RuntimeError
     kept.sleep(2)
-    assert "keeper.compare" not in log
+    assert "keeper.compare" not in log and "keeper.compare not" in log
 
 
 def test_adapters_are_dropped_as_after_a_load_if_asked(kept: Any, log: Log) -> None:
