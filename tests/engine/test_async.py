@@ -1,6 +1,7 @@
 """`AsyncLLM`: requests are refused while base weights are missing, the engine lives on, and adapters are updated."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import make_adapter, make_checkpoint
 from tests.support.scenario import PROMPTS, Scenario, engine_args
-from vllm_lora_reload import AdapterRefusedError, WeightsMissingError, update_adapter
+from vllm_lora_reload import AdapterMissingError, AdapterRefusedError, WeightsMissingError, update_adapter
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +54,17 @@ async def cycle(checkpoint: Path, adapter: Path) -> None:
         with pytest.raises(AdapterRefusedError, match="not finite"):
             await update_adapter(engine, "policy", {n: t / 0 for n, t in tensors.items()}, config)
         assert await ask(updated.lora_request) == before[0]
+        await engine.remove_lora(updated.lora_int_id)
+        with pytest.raises(AdapterMissingError, match="'policy' is not there"):
+            await ask(updated.lora_request)
+        running = (await update_adapter(engine, "policy", tensors, config)).lora_request
+        assert running.lora_int_id != updated.lora_int_id
+        answer = asyncio.ensure_future(ask(running))
+        await asyncio.sleep(0)  # it is on its way, or runs, when its adapter goes
+        await engine.remove_lora(running.lora_int_id)
+        with contextlib.suppress(AdapterMissingError):  # or was not let in
+            assert await answer == before[1]
+        assert await ask(requests[1]) == before[1]
     finally:
         engine.shutdown()
 
