@@ -399,12 +399,21 @@ class Machine:
 
     def update(self) -> None:
         name, weights = self.dice.random.choice(NAMES), self.dice.random.choice(WEIGHTS)
-        self.dice.note(f"update_adapter({name}, weights {weights})")
+        folder = self.new_files(name, weights) if self.dice.random.random() < 0.3 else None
+        self.dice.note(f"update_adapter({name}, weights {weights}{', path' if folder else ''})")
         self.before = None
-        request = self.world.update(name, self.world.versions.tensors[weights])
+        if folder:
+            request = update_adapter(self.world.llm, name, path=folder).lora_request
+        else:
+            request = self.world.update(name, self.world.versions.tensors[weights])
         known = self.adapters.get(name)
         assert known is None or known.number == request.lora_int_id, "a name keeps its id"
-        self.adapters[name] = Adapter(request.lora_int_id, weights, request, from_files=False)
+        self.adapters[name] = Adapter(request.lora_int_id, weights, request, folder is not None, folder)
+
+    def new_files(self, name: str, weights: int) -> Path:
+        folder = self.world.folder / f"{name}-{next(self.numbers)}"
+        shutil.copytree(self.world.versions.folders[weights], folder)
+        return folder
 
     def add(self) -> None:
         """From files, under an id that no adapter had."""
@@ -412,10 +421,9 @@ class Machine:
 
         name = self.dice.random.choice([name for name in NAMES if name not in self.adapters])
         weights, number = self.dice.random.choice(WEIGHTS), next(self.numbers)
+        folder = self.new_files(name, weights)
         self.dice.note(f"add_lora({name}, {number}, weights {weights})")
         self.before = None
-        folder = self.world.folder / f"{name}-{number}"
-        shutil.copytree(self.world.versions.folders[weights], folder)
         request = LoRARequest(name, number, str(folder))
         assert self.world.front.add_lora(request)
         self.adapters[name] = Adapter(number, weights, request, from_files=True, folder=folder)
@@ -475,7 +483,8 @@ class Machine:
         elif self.base == {None} and self.session is None:
             assert status["state"] == "missing" and status["error"]
         elif None not in self.base and self.session is None:
-            assert status["state"] == "complete" and not status["adapters"]
+            there = {str(each.number) for each in self.adapters.values() if each.folder or not each.from_files}
+            assert status["state"] == "complete" and not there & status["adapters"].keys()
         assert self.world.nothing.lora_int_id in self.world.front.list_loras()
 
     # --- The run ---------------------------------------------------------------------------------------------------
