@@ -25,12 +25,12 @@ from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.matrix.transfer import InProcessEngine
 from tests.support.engine import Engine
-from tests.support.promises import BASES, ENGINE, NAMES, NOTHING, PROMPT, TOKENS, WEIGHTS, Dice, Versions
+from tests.support.promises import BASES, ENGINE, NAMES, NOTHING, PROMPT, TOKENS, WEIGHTS, Dice, Versions, of_pool
 from vllm_lora_reload import AdapterMissingError, AsleepError, LoRAReloadError, WeightsMissingError, update_adapter
 
 pytestmark = pytest.mark.engine
 
-STEPS = 1000
+STEPS = 1200
 SOAK_CYCLES = 300
 BUCKET = 5  # tensors a call
 FREE_SLOTS = ENGINE["max_loras"] - 2  # two can be pinned
@@ -129,10 +129,8 @@ class World:
         return whole.hexdigest()
 
     def digests(self, of_base: bool) -> dict[str, str]:
-        """Of pool tensors outside the slots: those that loads bring, or the rest (punica metadata, index tables)."""
-        loaded = {f"{name}[0]" for name, _ in self.model.named_parameters()}
-        pool = self.worker.pool_digests()
-        return {name: pool[name] for name in pool if "_stacked" not in name and (name in loaded) is of_base}
+        """Of pool tensors outside the slots: the base model's, or punica's, which are those of the last batch."""
+        return of_pool(self.worker.pool_digests(), of_base)
 
 
 @dataclass
@@ -256,7 +254,7 @@ class Machine:
 
     def ask_for_one_that_is_gone(self) -> None:
         """A request that somebody kept: never another adapter's answer, never the base model's, never the end."""
-        adapter = self.dice.random.choice(self.gone)
+        adapter = self.dice.random.choice(self.really_gone())
         self.dice.note(f"ask for removed {adapter.request.lora_name} {adapter.number}")
         allowed: set[Outcome] = {AdapterMissingError}
         if adapter.folder is not None:  # vLLM reads it again
@@ -268,6 +266,15 @@ class Machine:
         assert outcome in allowed, f"{adapter.request}: {outcome}, not one of {allowed}"
         if isinstance(outcome, tuple):
             self.world.front.remove_lora(adapter.number)
+
+    def really_gone(self) -> list[Adapter]:
+        """Ids can come back with their names. A name that has another id by now would have two with these files."""
+        there = {each.number for each in self.adapters.values()}
+        return [
+            each
+            for each in self.gone
+            if each.number not in there and not (each.folder and each.request.lora_name in self.adapters)
+        ]
 
     # --- Sleep and wake-up -----------------------------------------------------------------------------------------
 
@@ -392,12 +399,21 @@ class Machine:
 
     def update(self) -> None:
         name, weights = self.dice.random.choice(NAMES), self.dice.random.choice(WEIGHTS)
-        self.dice.note(f"update_adapter({name}, weights {weights})")
+        folder = self.new_files(name, weights) if self.dice.random.random() < 0.3 else None
+        self.dice.note(f"update_adapter({name}, weights {weights}{', path' if folder else ''})")
         self.before = None
-        request = self.world.update(name, self.world.versions.tensors[weights])
+        if folder:
+            request = update_adapter(self.world.llm, name, path=folder).lora_request
+        else:
+            request = self.world.update(name, self.world.versions.tensors[weights])
         known = self.adapters.get(name)
         assert known is None or known.number == request.lora_int_id, "a name keeps its id"
-        self.adapters[name] = Adapter(request.lora_int_id, weights, request, from_files=False)
+        self.adapters[name] = Adapter(request.lora_int_id, weights, request, folder is not None, folder)
+
+    def new_files(self, name: str, weights: int) -> Path:
+        folder = self.world.folder / f"{name}-{next(self.numbers)}"
+        shutil.copytree(self.world.versions.folders[weights], folder)
+        return folder
 
     def add(self) -> None:
         """From files, under an id that no adapter had."""
@@ -405,10 +421,9 @@ class Machine:
 
         name = self.dice.random.choice([name for name in NAMES if name not in self.adapters])
         weights, number = self.dice.random.choice(WEIGHTS), next(self.numbers)
+        folder = self.new_files(name, weights)
         self.dice.note(f"add_lora({name}, {number}, weights {weights})")
         self.before = None
-        folder = self.world.folder / f"{name}-{number}"
-        shutil.copytree(self.world.versions.folders[weights], folder)
         request = LoRARequest(name, number, str(folder))
         assert self.world.front.add_lora(request)
         self.adapters[name] = Adapter(number, weights, request, from_files=True, folder=folder)
@@ -468,7 +483,8 @@ class Machine:
         elif self.base == {None} and self.session is None:
             assert status["state"] == "missing" and status["error"]
         elif None not in self.base and self.session is None:
-            assert status["state"] == "complete" and not status["adapters"]
+            there = {str(each.number) for each in self.adapters.values() if each.folder or not each.from_files}
+            assert status["state"] == "complete" and not there & status["adapters"].keys()
         assert self.world.nothing.lora_int_id in self.world.front.list_loras()
 
     # --- The run ---------------------------------------------------------------------------------------------------
@@ -479,7 +495,7 @@ class Machine:
         missing = mapped and self.base == {None}
         rules: dict[Callable[[], None], tuple[int, bool]] = {
             self.ask: (10, True),
-            self.ask_for_one_that_is_gone: (2, awake and bool(self.gone)),
+            self.ask_for_one_that_is_gone: (2, awake and bool(self.really_gone())),
             self.sleep: (3, awake),
             self.wake: (10, not awake),
             self.load: (8 if missing else 1, True),

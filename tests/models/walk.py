@@ -45,7 +45,7 @@ def python_of(release: str) -> str:
 
 def _worker(python: str, command: str, out: Path, *names: str) -> None:
     """Run until it ends or has written nothing for `PATIENCE` seconds."""
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     process = subprocess.Popen(
         [python, "-m", "tests.models.worker", command, str(out), *names],
         cwd=ROOT,

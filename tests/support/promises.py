@@ -50,6 +50,15 @@ class Versions:
         self.config = PEFT_CONFIG | {"target_modules": list(PROJECTIONS)}
 
 
+def of_pool(digests: dict[str, str], of_base: bool) -> dict[str, str]:
+    """The part of ``pool_digests`` that is outside the slots: the base model's tensors, or punica's."""
+    return {
+        name: digest
+        for name, digest in digests.items()
+        if "_stacked" not in name and name.startswith("punica") is not of_base
+    }
+
+
 class Dice:
     """Random choices of one run, and what was chosen."""
 
