@@ -7,7 +7,7 @@ that were assigned while their memory was unmapped, and adapters that could not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +79,8 @@ class Adapters:
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
     _staged: dict[str, Staged] = field(default_factory=dict)
+    _held: dict[int, Any] = field(default_factory=dict)  # those that requests in the engine need
+    _removed: set[int] = field(default_factory=set)  # by the user, while requests needed them
 
     def __post_init__(self) -> None:
         for manager, mixin in ((self.worker_manager, ReadsAdapters), (self.manager, AssignsSlots)):
@@ -94,7 +96,14 @@ class Adapters:
         if number in self._without_files and not getattr(request, "load_inplace", False):
             return self._without_files[number]
         files = fingerprint(request.lora_path)
-        adapter = self._read(request, load)
+        try:
+            adapter = self._read(request, load)
+        except Exception:  # removed, or evicted and its files gone, while a request needs it
+            if number in self._held and not getattr(request, "load_inplace", False):
+                return self._held[number]
+            raise
+        self._held.pop(number, None)
+        self._removed.discard(number)
         self._name(request.lora_name, number)
         registered = seams.registered(self.manager)
         self._sources = {each: source for each, source in self._sources.items() if each in registered}
@@ -126,10 +135,61 @@ class Adapters:
 
     def merged(self, adapter: Any) -> bool:
         """Whether an adapter already has the form that slots take, so that it must not be merged again."""
-        return self._without_files.get(adapter.id) is adapter
+        return self._without_files.get(adapter.id) is adapter or self._held.get(adapter.id) is adapter
+
+    # --- Requests ---------------------------------------------------------------------------------------------
+
+    def admit(self, request: Any, live: Collection[int]) -> bool:
+        """Have a request's adapter in the host registry, and keep it while requests need it.
+
+        Args:
+            request: the ``LoRARequest``.
+            live: ids of the adapters that requests need.
+
+        Returns:
+            Whether it is there, but the request wants its files read again and they are not those that were read.
+
+        Raises:
+            Exception: it cannot be read, or does not fit.
+        """
+        number = request.lora_int_id
+        self._held = {each: adapter for each, adapter in self._held.items() if each in live}
+        for gone in self._removed - set(live):
+            self._removed.discard(gone)
+            self.worker_manager.remove_adapter(gone)
+        registered = seams.registered(self.manager)
+        if number not in registered or number in self._removed:
+            adapter = self._removed_or_read(request)
+            if not self.merged(adapter):
+                with self.with_modules():
+                    seams.merge_packed_modules(self.manager, adapter)
+            with self.with_modules():
+                self._dry_run(0, adapter, strict=False)
+            seams.register_adapter(self.manager, adapter)
+            registered = seams.registered(self.manager)
+        self._held[number] = registered[number]
+        source = self._sources.get(number)
+        if not getattr(request, "load_inplace", False) or source is None:
+            return False
+        now = fingerprint(request.lora_path)
+        return bool(now) and now != source.files
+
+    def _removed_or_read(self, request: Any) -> Any:
+        if request.lora_int_id in self._removed:
+            # What is held serves requests that were let in before, not this one.
+            held = self._held.pop(request.lora_int_id, None)
+            try:
+                return self.worker_manager._load_adapter(request)
+            except Exception:
+                if held is not None:
+                    self._held[request.lora_int_id] = held
+                raise
+        return self.worker_manager._load_adapter(request)
 
     def forget(self, number: int) -> None:
-        """The user has removed the adapter."""
+        """The user has removed the adapter. Requests that need it go on with it, no other is let in."""
+        if number in self._held:
+            self._removed.add(number)
         for table in (self._sources, self._without_files, self.broken):
             table.pop(number, None)
 
@@ -313,6 +373,9 @@ class Adapters:
             self._sources[number] = staged.source
             self._without_files.pop(number, None)
         self.broken.pop(number, None)
+        self._removed.discard(number)
+        if number in self._held:
+            self._held[number] = staged.adapter
         slots = seams.slots(self.manager)
         if number not in slots:
             if activate:
