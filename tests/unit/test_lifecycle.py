@@ -92,6 +92,7 @@ def test_no_request_passes_while_asleep() -> None:
     error = lifecycle.error()
     assert error is not None and "sleeps at level 1" in error and 'wake_up(["weights"])' in error
     lifecycle.woke()
+    lifecycle.cache_woke()
     assert lifecycle.error() is None
 
 
