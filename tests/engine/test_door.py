@@ -55,7 +55,7 @@ class Engine:
         """Greedy tokens; `began` is set when the first is there."""
         from vllm import SamplingParams
 
-        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, n=n, seed=1 if n > 1 else None)
+        greedy = SamplingParams(temperature=float(n > 1), max_tokens=tokens, ignore_eos=True, n=n)
         answer: list[int] = []
         stream = self.llm.generate(PROMPTS[0], greedy, request_id=str(next(self._numbers)), lora_request=lora)
         async for output in stream:
@@ -106,6 +106,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             yield engine
         finally:
             engine.llm.shutdown()
+            tasks = asyncio.all_tasks(engine.loop)
+            for task in tasks:
+                task.cancel()
+            engine.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             engine.loop.close()
 
 
