@@ -79,7 +79,8 @@ class Adapters:
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
     _staged: dict[str, Staged] = field(default_factory=dict)
-    _held: dict[int, Any] = field(default_factory=dict)  # those that requests in the engine need
+    _held: dict[int, Any] = field(default_factory=dict)  # those that the engine core counts on
+    _being_read: Any = None
     _removed: set[int] = field(default_factory=set)  # by the user, while requests needed them
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class Adapters:
             if number in self._held and not getattr(request, "load_inplace", False):
                 return self._held[number]
             raise
-        self._held.pop(number, None)
+        self._being_read = adapter
         self._removed.discard(number)
         self._name(request.lora_name, number)
         registered = seams.registered(self.manager)
@@ -137,14 +138,21 @@ class Adapters:
         """Whether an adapter already has the form that slots take, so that it must not be merged again."""
         return self._without_files.get(adapter.id) is adapter or self._held.get(adapter.id) is adapter
 
+    def was_merged(self, adapter: Any) -> None:
+        """What vLLM read again because it had evicted it is held in the place of what it read before."""
+        if adapter is self._being_read:
+            self._being_read = None
+            if adapter.id in self._held:
+                self._held[adapter.id] = adapter
+
     # --- Requests ---------------------------------------------------------------------------------------------
 
     def admit(self, request: Any, live: Collection[int]) -> bool:
-        """Have a request's adapter in the host registry, and keep it while requests need it.
+        """Have a request's adapter in the host registry, and hold it until the next call, whatever vLLM evicts.
 
         Args:
             request: the ``LoRARequest``.
-            live: ids of the adapters that requests need.
+            live: ids of the adapters that requests need: they are held on.
 
         Returns:
             Whether it is there, but the request wants its files read again and they are not those that were read.
@@ -152,11 +160,12 @@ class Adapters:
         Raises:
             Exception: it cannot be read, or does not fit.
         """
-        number = request.lora_int_id
-        self._held = {each: adapter for each, adapter in self._held.items() if each in live}
+        registered = seams.registered(self.manager)
+        self._held = {number: held for number, held in self._held.items() if number in live or number in registered}
         for gone in self._removed - set(live):
             self._removed.discard(gone)
             self.worker_manager.remove_adapter(gone)
+        number = request.lora_int_id
         registered = seams.registered(self.manager)
         if number not in registered or number in self._removed:
             adapter = self._removed_or_read(request)
@@ -173,6 +182,10 @@ class Adapters:
             return False
         now = fingerprint(request.lora_path)
         return bool(now) and now != source.files
+
+    def held(self) -> list[int]:
+        """Ids of the adapters that a step will find."""
+        return [number for number in self._held if number not in self._removed]
 
     def _removed_or_read(self, request: Any) -> Any:
         if request.lora_int_id in self._removed:
@@ -425,6 +438,7 @@ class AssignsSlots:
         if not self.lora_reload.merged(lora_model):
             with self.lora_reload.with_modules():
                 super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
+            self.lora_reload.was_merged(lora_model)
 
 
 def _owned(tensor: torch.Tensor | None) -> torch.Tensor | None:

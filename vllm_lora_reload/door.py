@@ -162,7 +162,7 @@ class Door:
         self._core = core
         self._calls = 0  # that can have changed how workers stand
         self._seen = self._now
-        self._admitted: dict[int, str] = {}  # path by id of adapters that all workers have
+        self._admitted: dict[int, str] = {}  # path by id of adapters that all workers hold
         seams.worker_calls_observed(core, self._called)
         seams.steps_guarded(core, self.before_step)
 
@@ -224,7 +224,9 @@ class Door:
         call = self._core.model_executor.collective_rpc
         live = {each.lora_request.lora_int_id for each in seams.requests(self._core) if each.lora_request}
         try:
-            answers = call("lora_reload_admit", args=(lora, sorted(live | {lora.lora_int_id})))
+            answers = call("lora_reload_admit", args=(lora, sorted(live)))
+            held = set.intersection(*(set(answer["held"]) for answer in answers))
+            self._admitted = {number: path for number, path in self._admitted.items() if number in held}
             if why := _first(answer["why"] for answer in answers):
                 return why
             if any(answer["changed"] for answer in answers):  # on all workers or on none

@@ -143,17 +143,19 @@ class LoRAReloadWorker:
 
         Args:
             lora_request: the ``LoRARequest``.
-            live: ids of the adapters of all requests in the engine, this one's included. These are kept until a later
-                call leaves them out, also when they are removed.
+            live: ids of the adapters of all requests in the engine. These stay at hand, also when they are removed.
 
         Returns:
             ``why`` it cannot be had, or None; ``changed``, whether it is there, but the request wants its files read
-            again and they are not those that were read.
+            again and they are not those that were read; ``held``, ids of all adapters that stay at hand until the next
+            call.
         """
+        adapters, why, changed = self.lora_reload.adapters, None, False
         try:
-            return {"why": None, "changed": self.lora_reload.adapters.admit(lora_request, live)}
+            changed = adapters.admit(lora_request, live)
         except Exception as error:
-            return {"why": f"{type(error).__name__}: {error}", "changed": False}
+            why = f"{type(error).__name__}: {error}"
+        return {"why": why, "changed": changed, "held": adapters.held()}
 
     def lora_reload_stage_adapter(
         self,

@@ -109,7 +109,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             tasks = asyncio.all_tasks(engine.loop)
             for task in tasks:
                 task.cancel()
-            engine.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            if tasks:
+                engine.loop.run_until_complete(asyncio.wait(tasks))
             engine.loop.close()
 
 

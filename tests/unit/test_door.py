@@ -20,6 +20,10 @@ ELSEWHERE = MISSING | {"error": "base weights are missing: another rank has none
 ASK, ADMIT = "lora_reload_status", "lora_reload_admit"
 
 
+def admitted(why: str | None = None, changed: bool = False, held: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
+    return {"why": why, "changed": changed, "held": list(held)}
+
+
 class Request:
     def __init__(self, request_id: str, lora: Any = None, client: int = 0) -> None:
         self.request_id, self.lora_request, self.client_index = request_id, lora, client
@@ -47,7 +51,7 @@ class Executor:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.answers: dict[str, Any] = {ASK: [COMPLETE], ADMIT: [{"why": None, "changed": False}]}
+        self.answers: dict[str, Any] = {ASK: [COMPLETE], ADMIT: [admitted()]}
 
     def collective_rpc(self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append(method)
@@ -262,10 +266,17 @@ def test_adapters_are_brought_once(core: Any) -> None:
     assert core.model_executor.take() == ["remove_lora", ASK, ADMIT]
 
 
+def test_adapters_that_a_worker_does_not_hold_are_brought_again(core: Any) -> None:
+    core.model_executor.answers[ADMIT] = [admitted(), admitted(held=(2,))]
+    for number in (1, 2, 2, 1):
+        core.add_request(Request("a", lora(number)))
+    assert core.model_executor.take() == [ADMIT] * 3
+
+
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ([{"why": None, "changed": False}, {"why": "cut off", "changed": False}], "rank 1: cut off"),
+        ([admitted(), admitted(why="cut off")], "rank 1: cut off"),
         (RuntimeError("no"), "RuntimeError: no"),
     ],
 )
@@ -277,7 +288,7 @@ def test_an_adapter_that_cannot_be_brought(core: Any, answers: Any, said: str) -
 
 def test_files_that_changed_are_read_on_all_workers_or_none(core: Any) -> None:
     executor = core.model_executor
-    executor.answers[ADMIT] = [{"why": None, "changed": False}, {"why": None, "changed": True}]
+    executor.answers[ADMIT] = [admitted(), admitted(changed=True)]
     executor.answers["lora_reload_stage_adapter"] = [None, "ValueError: bad"]
     assert "rank 1: ValueError: bad" in refusal(core, Request("a", lora(inplace=True)))
     assert executor.take() == [ADMIT, "lora_reload_stage_adapter", "lora_reload_discard_adapter"]
