@@ -31,7 +31,10 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.checkpoint = make_checkpoint(folder / "model")
-        self.adapter = make_adapter(folder / "adapter", self.checkpoint)
+        # Not of the logits: on the CPU, vLLM's kernel adds the last slot's to requests without adapter.
+        self.adapter = make_adapter(
+            folder / "adapter", self.checkpoint, target_modules=["q_proj", "o_proj", "down_proj"]
+        )
         self.loop = asyncio.new_event_loop()
         self.loop.run_until_complete(self._start())
 
@@ -273,7 +276,7 @@ def test_files_are_gone_when_an_adapter_was_evicted(engine: Engine, run: Run, tm
         lora = (await update_adapter(engine.llm, "policy", path=tmp_path / "policy")).lora_request
         assert await engine.ask(lora) == engine.adapted
         shutil.rmtree(tmp_path / "policy")
-        for number in (11, 12, 13):  # as many as host memory is to hold
+        for number in range(11, 15):  # more than host memory is to hold
             assert await engine.ask(engine.request(f"other{number}", number)) == engine.adapted
         with pytest.raises(AdapterMissingError, match="adapter 'policy' is not there: rank 0: "):
             await engine.ask(lora)
@@ -340,10 +343,12 @@ def test_control_calls_do_not_starve_requests(engine: Engine, run: Run) -> None:
 
         busy = [asyncio.create_task(each()) for each in (poll, poll, update)]
         lora = await policy(engine)
-        answers = await asyncio.gather(*(engine.ask(lora if n % 2 else None) for n in range(50)))
+        # Not both kinds in one batch: on the CPU, vLLM answers those without adapter as those with one.
+        base = await asyncio.gather(*(engine.ask() for _ in range(25)))
+        adapted = await asyncio.gather(*(engine.ask(lora) for _ in range(25)))
         done = True
         await asyncio.gather(*busy)
-        assert answers == [engine.adapted if n % 2 else engine.base for n in range(50)]
+        assert base == [engine.base] * 25 and adapted == [engine.adapted] * 25
         await engine.llm.remove_lora(lora.lora_int_id)
 
     run(test())

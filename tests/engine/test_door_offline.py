@@ -11,7 +11,6 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import make_adapter, make_checkpoint
-from tests.support.engine import Engine
 from tests.support.scenario import PROMPTS, Scenario, engine_args
 from vllm_lora_reload import AdapterMissingError, WeightsMissingError, update_adapter
 
@@ -45,26 +44,26 @@ class Offline:
         return update_adapter(self.llm, "policy", tensors, CONFIG).lora_request
 
 
-@pytest.fixture(scope="module")
-def in_a_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
+@pytest.fixture(scope="module", params=["0", "1"], ids=["in process", "in a process of its own"])
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
     from vllm import LLM
 
     folder = tmp_path_factory.mktemp("offline")
     checkpoint = make_checkpoint(folder / "model")
+    # Not of the logits: on the CPU, vLLM's kernel adds the last slot's to requests without adapter.
+    adapter = make_adapter(folder / "adapter", checkpoint, target_modules=["q_proj", "o_proj", "down_proj"])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", request.param)
         llm = LLM(**engine_args(Scenario(), checkpoint))
-    yield Offline(llm, make_adapter(folder / "adapter", checkpoint))
-    llm.llm_engine.engine_core.shutdown()
+    yield Offline(llm, adapter)
+    if request.param == "1":
+        llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.fixture(params=["in process", "in a process of its own"])
-def offline(request: pytest.FixtureRequest) -> Iterator[Offline]:
-    if request.param == "in process":
-        engine: Engine = request.getfixturevalue("engine")
-        offline = Offline(engine.llm, engine.folder / "adapter1")
-    else:
-        offline = request.getfixturevalue("in_a_process")
+@pytest.fixture
+def offline(started: Offline) -> Iterator[Offline]:
+    """Whole before and after each test."""
+    offline = started
     yield offline
     assert not offline.llm.llm_engine.has_unfinished_requests()
     assert not offline.llm.llm_engine.output_processor.request_states
