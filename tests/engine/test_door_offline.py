@@ -44,19 +44,21 @@ class Offline:
         return update_adapter(self.llm, "policy", tensors, CONFIG).lora_request
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["in process", "in a process of its own"])
+@pytest.fixture(scope="module", params=[False, True], ids=["in process", "in a process of its own"])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offline]:
-    from vllm import LLM
+    from vllm import LLM, envs
 
     folder = tmp_path_factory.mktemp("offline")
     checkpoint = make_checkpoint(folder / "model")
     # Not of the logits: on the CPU, vLLM's kernel adds the last slot's to requests without adapter.
     adapter = make_adapter(folder / "adapter", checkpoint, target_modules=["q_proj", "o_proj", "down_proj"])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", request.param)
+        # Not by the environment: vLLM remembers that once an engine runs in this process.
+        patched.setattr(envs, "VLLM_ENABLE_V1_MULTIPROCESSING", request.param, raising=False)
         llm = LLM(**engine_args(Scenario(), checkpoint))
+    assert hasattr(llm.llm_engine.engine_core, "engine_core") != request.param
     yield Offline(llm, adapter)
-    if request.param == "1":
+    if request.param:
         llm.llm_engine.engine_core.shutdown()
 
 
