@@ -7,7 +7,7 @@ that were assigned while their memory was unmapped, and adapters that could not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,17 +78,18 @@ class Adapters:
     versions: dict[str, int] = field(default_factory=dict)
     _forgotten: int = 0  # the highest version that was forgotten
     _highest: int = _FIRST_NUMBER - 1  # id that an adapter has or had
-    _stepping: bool = False
     _modules: Any = None  # what vLLM's manager has not got while it must not write
     _sources: dict[int, Source] = field(default_factory=dict)
     _without_files: dict[int, Any] = field(default_factory=dict)
     _homes: dict[int, Any] = field(default_factory=dict)  # request for an adapter that was updated from a folder
     _inplace: dict[int, str] = field(default_factory=dict)  # path that ``load_inplace`` has counted for
-    _leaving: dict[int, tuple[str, Any]] = field(default_factory=dict)  # name and adapter
     _unreadable: set[int] = field(default_factory=set)
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
     _staged: dict[str, Staged] = field(default_factory=dict)
+    _held: dict[int, Any] = field(default_factory=dict)  # those that the engine core counts on
+    _being_read: Any = None
+    _removed: set[int] = field(default_factory=set)  # by the user, while requests needed them
 
     def __post_init__(self) -> None:
         for manager, mixin in ((self.worker_manager, ReadsAdapters), (self.manager, AssignsSlots)):
@@ -108,7 +109,14 @@ class Adapters:
             home = self._homes.get(number)
             request = home if home is not None and home.lora_name == request.lora_name else request
         files = fingerprint(request.lora_path)
-        adapter = self._read(request, load)
+        try:
+            adapter = self._read(request, load)
+        except Exception:  # removed, or evicted and its files gone, while a request needs it
+            if number in self._held and not inplace:
+                return self._held[number]
+            raise
+        self._being_read = adapter
+        self._removed.discard(number)
         self._name(request.lora_name, number)
         registered = seams.registered(self.manager)
         self._sources = {each: source for each, source in self._sources.items() if each in registered}
@@ -117,7 +125,7 @@ class Adapters:
             self._sources[number] = Source(seams.at_folder(request, folder), files)
         else:
             self._sources.pop(number, None)
-        for table in (self._without_files, self._leaving, self.broken):
+        for table in (self._without_files, self.broken):
             table.pop(number, None)
         if inplace or not plain:
             self._homes.pop(number, None)
@@ -128,35 +136,7 @@ class Adapters:
     def _kept(self, request: Any) -> Any:
         """The adapter of a request whose files are not there, or are not to be read; None if there is none."""
         number, name = request.lora_int_id, request.lora_name
-        if number in self._without_files and self.numbers.get(name, number) == number:
-            return self._without_files[number]
-        left = self._leaving.get(number) if self._stepping else None
-        return left[1] if left is not None and left[0] == name and not fingerprint(request.lora_path) else None
-
-    @contextmanager
-    def step(self, requests: Any) -> Iterator[Any]:
-        """Around a step's look at its adapters, with the ``LoRARequest``s as they are to be taken.
-
-        A server sends ``load_inplace`` with every request of a name that it has loaded so, and vLLM would read the
-        files before every step: over a later update, or when they are gone. Here it counts once for each path.
-        """
-        if any(getattr(each, "load_inplace", False) for each in requests):
-            requests = {self._loaded_once(each) for each in requests}
-        self._stepping = True
-        try:
-            yield requests
-        finally:
-            self._stepping = False
-
-    def _loaded_once(self, request: Any) -> Any:
-        if not getattr(request, "load_inplace", False) or not seams.is_lora_request(request):
-            return request
-        number, path = request.lora_int_id, request.lora_path
-        there = number in self._without_files or number in seams.registered(self.manager)
-        if there and self._inplace.get(number) != path and fingerprint(path):
-            return request
-        self._inplace[number] = path
-        return seams.loaded_once(request)
+        return self._without_files.get(number) if self.numbers.get(name, number) == number else None
 
     def _name(self, name: str, number: int) -> None:
         """An id has one name, the last that it was given."""
@@ -186,6 +166,8 @@ class Adapters:
         return max([self._highest, *seams.registered(self.manager), *self._without_files]) + 1
 
     def _read(self, request: Any, load: Callable[[Any], Any]) -> Any:
+        if str(request.lora_path).startswith(NO_FILES):
+            raise FileNotFoundError("it came as tensors and was removed")
         if (where := diagnosis.local_folder(request.lora_path)) is not None:
             ensure_plain(where, _FILES)
         try:
@@ -204,47 +186,87 @@ class Adapters:
 
     def merged(self, adapter: Any) -> bool:
         """Whether an adapter already has the form that slots take, so that it must not be merged again."""
-        left = self._leaving.get(adapter.id)
-        return self._without_files.get(adapter.id) is adapter or (left is not None and left[1] is adapter)
+        return self._without_files.get(adapter.id) is adapter or self._held.get(adapter.id) is adapter
+
+    def was_merged(self, adapter: Any) -> None:
+        """What vLLM read again because it had evicted it is held in the place of what it read before."""
+        if adapter is self._being_read:
+            self._being_read = None
+            if adapter.id in self._held:
+                self._held[adapter.id] = adapter
+
+    # --- Requests ---------------------------------------------------------------------------------------------
+
+    def admit(self, request: Any, live: Collection[int]) -> bool:
+        """Have a request's adapter in the host registry, and hold it until the next call, whatever vLLM evicts.
+
+        Args:
+            request: the ``LoRARequest``.
+            live: ids of the adapters that requests need: they are held on.
+
+        Returns:
+            Whether it is there, but the request wants its files read again and they are not those that were read.
+
+        Raises:
+            Exception: it cannot be read, or does not fit.
+        """
+        registered = seams.registered(self.manager)
+        self._held = {number: held for number, held in self._held.items() if number in live or number in registered}
+        for gone in self._removed - set(live):
+            self._removed.discard(gone)
+            self.worker_manager.remove_adapter(gone)
+        number = request.lora_int_id
+        registered = seams.registered(self.manager)
+        if number not in registered or number in self._removed:
+            adapter = self._removed_or_read(request)
+            if not self.merged(adapter):
+                with self.with_modules():
+                    seams.merge_packed_modules(self.manager, adapter)
+            with self.with_modules():
+                self._dry_run(0, adapter, strict=False)
+            seams.register_adapter(self.manager, adapter)
+            registered = seams.registered(self.manager)
+        self._held[number] = registered[number]
+        return self._to_be_read_again(request)
+
+    def _to_be_read_again(self, request: Any) -> bool:
+        """What ``load_inplace`` asks for, of an adapter that is there.
+
+        A server sends it with every request of a name that it has loaded so. For each path it counts when it first
+        comes, and when files have changed that serve: an update that came in between stays.
+        """
+        if not getattr(request, "load_inplace", False) or not seams.is_lora_request(request):
+            return False
+        number, path, now = request.lora_int_id, request.lora_path, fingerprint(request.lora_path)
+        source, counted = self._sources.get(number), self._inplace.get(number) == path
+        self._inplace[number] = path
+        if source is not None and source.request.lora_path == str(diagnosis.local_folder(path)):
+            return bool(now) and now != source.files
+        return bool(now) and not counted
+
+    def held(self) -> list[int]:
+        """Ids of the adapters that a step will find."""
+        return [number for number in self._held if number not in self._removed]
+
+    def _removed_or_read(self, request: Any) -> Any:
+        if request.lora_int_id in self._removed:
+            # What is held serves requests that were let in before, not this one.
+            held = self._held.pop(request.lora_int_id, None)
+            try:
+                return self.worker_manager._load_adapter(request)
+            except Exception:
+                if held is not None:
+                    self._held[request.lora_int_id] = held
+                raise
+        return self.worker_manager._load_adapter(request)
 
     def forget(self, number: int) -> None:
-        """The user removes the adapter."""
-        adapter = seams.registered(self.manager).get(number, self._without_files.get(number))
-        self._leave(number, adapter)
+        """The user has removed the adapter. Requests that need it go on with it, no other is let in."""
+        if number in self._held:
+            self._removed.add(number)
         self._forget_number(number)
         for name in [name for name, known in self.numbers.items() if known == number]:
             self._forget_name(name)
-
-    def evicted(self, number: int, adapter: Any) -> None:
-        """vLLM has thrown an adapter out of host memory, to make room for another."""
-        if number not in self._without_files:
-            self._leave(number, adapter)
-        self._sources.pop(number, None)
-
-    def _leave(self, number: int, adapter: Any) -> None:
-        """Requests that run or wait may still need an adapter that goes, and it may have no files (any more).
-
-        vLLM would look for them in the midst of a step, and the engine would die. As many are kept as vLLM itself
-        keeps in host memory; new requests are refused, see `lacks`.
-        """
-        name = next((name for name, known in self.numbers.items() if known == number), None)
-        source = self._sources.get(number)
-        if adapter is None or name is None or (source is not None and fingerprint(source.request.lora_path)):
-            return
-        self._leaving.pop(number, None)
-        self._leaving[number] = name, adapter
-        while len(self._leaving) > self.manager.capacity:
-            del self._leaving[next(iter(self._leaving))]
-
-    def lacks(self, number: int, name: str, path: str) -> str | None:
-        """Why a request for this adapter could not be answered; None if it could."""
-        if number in self._without_files or number in seams.registered(self.manager):
-            return None
-        home = self._homes.get(number)
-        path = home.lora_path if home is not None and home.lora_name == name else path
-        if path.startswith(NO_FILES):
-            return "it came as tensors and was removed"
-        return None if fingerprint(path) else f"it is not in host memory any more, and has no files in {path}"
 
     # --- Slots ------------------------------------------------------------------------------------------------
 
@@ -318,7 +340,7 @@ class Adapters:
         """As vLLM does from 0.28 on when base weights have been replaced."""
         gone = dict.fromkeys(self._without_files, "it came as tensors and was dropped when base weights were replaced")
         self.worker_manager.remove_all_adapters()
-        for table in (self._sources, self._without_files, self._leaving, self.broken, self._writes):
+        for table in (self._sources, self._without_files, self.broken, self._writes):
             table.clear()
         self._pending.clear()
         self.broken.update(gone)  # vLLM would look for files that never were
@@ -454,7 +476,10 @@ class Adapters:
         number = staged.adapter.id
         before = seams.registered(self.manager).get(number)
         active = number in seams.slots(self.manager)
-        tables: tuple[dict[int, Any], ...] = (self._sources, self._without_files, self._homes, self.broken)
+        tables: tuple[dict[int, Any], ...] = (
+            *(self._sources, self._without_files, self._homes, self.broken),
+            self._held,
+        )
         entries = [table.get(number) for table in tables]
 
         def undo() -> None:
@@ -481,6 +506,9 @@ class Adapters:
         else:
             self._sources[number] = staged.source
             self._homes[number] = staged.source.request
+        self._removed.discard(number)
+        if number in self._held:
+            self._held[number] = staged.adapter
         slots = seams.slots(self.manager)
         if number in slots:
             self._writes.pop(slots.index(number), None)
@@ -534,10 +562,6 @@ class ReadsAdapters:
     def load_unnoted(self, lora_request: Any) -> Any:
         return super()._load_adapter(lora_request)  # type: ignore[misc]
 
-    def _apply_adapters(self, adapter_requests: Any) -> None:
-        with self.lora_reload.step(adapter_requests) as requests:
-            super()._apply_adapters(requests)  # type: ignore[misc]
-
     def remove_adapter(self, adapter_id: int) -> bool:
         self.lora_reload.forget(adapter_id)
         removed: bool = super().remove_adapter(adapter_id)  # type: ignore[misc]
@@ -553,17 +577,11 @@ class AssignsSlots:
         super().remove_all_adapters()  # type: ignore[misc]
         seams.watch_slots(self, self.lora_reload.assigned)  # it has made a new table
 
-    def remove_oldest_adapter(self) -> bool:
-        before = seams.registered(self)
-        removed: bool = super().remove_oldest_adapter()  # type: ignore[misc]
-        for number in before.keys() - seams.registered(self).keys():
-            self.lora_reload.evicted(number, before[number])
-        return removed
-
     def _create_merged_loras_inplace(self, lora_model: Any) -> None:
         if not self.lora_reload.merged(lora_model):
             with self.lora_reload.with_modules():
                 super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
+            self.lora_reload.was_merged(lora_model)
 
 
 def _owned(tensor: Any, ours: bool) -> Any:

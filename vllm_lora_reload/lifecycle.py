@@ -49,6 +49,7 @@ class Lifecycle:
         elsewhere: they are missing only because another rank could not bring its own back.
         transfer: the session that is open.
         ended: what has ended the last session before its trainer did.
+        cache_asleep: the level of the sleep that the KV cache has not woken from, 0 if it is awake.
     """
 
     loads: str = 'collective_rpc("reload_weights"), a weight transfer or model.load_weights(...)'
@@ -58,6 +59,13 @@ class Lifecycle:
     elsewhere: bool = False
     transfer: Transfer | None = None
     ended: str | None = None
+    cache_asleep: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests cannot be answered now, but all that is needed is that a sleep at level 1 ends."""
+        levels = {self.asleep, self.cache_asleep} - {0}
+        return levels == {1} and not self.unfinished and not self.reason
 
     @property
     def state(self) -> State:
@@ -70,6 +78,7 @@ class Lifecycle:
     def slept(self, level: int, error: BaseException | None = None) -> None:
         """After an `error` too nobody knows which memory is mapped."""
         self.asleep = max(self.asleep, level)
+        self.cache_asleep = max(self.cache_asleep, level)
         self.unfinished = f"{type(error).__name__}: {error}" if error is not None and self.asleep else None
         if level >= 2:
             self._missing("sleep(level=2) discarded them and nothing has loaded them since")
@@ -77,6 +86,9 @@ class Lifecycle:
     def woke(self) -> None:
         self.asleep = 0
         self.unfinished = None
+
+    def cache_woke(self) -> None:
+        self.cache_asleep = 0
 
     def loaded(self, missing: Sequence[str] = (), total: int = 0) -> None:
         """A load has ended well; `missing` names what nothing has written since level 2, of `total` tensors."""
@@ -150,5 +162,7 @@ class Lifecycle:
         if self.asleep:
             return f'the engine sleeps at level {self.asleep}. Call wake_up(["weights"]), then ask again.'
         if self.reason is None:
+            if self.cache_asleep:
+                return 'the KV cache sleeps. Call wake_up(["kv_cache"]), then ask again.'
             return None
         return f"base weights are missing: {self.reason}. Load them with {self.loads}, then ask again."

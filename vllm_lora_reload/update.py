@@ -130,14 +130,14 @@ def _protocol(front: Any, name: str, folder: str, lasting: bool) -> Steps:
         try:
             outcomes = yield "lora_reload_commit_adapter", {"token": token}
         except Exception:  # some worker may have it
-            front.lora_reload.updated(front, request)
+            front.lora_reload.prefixes.updated(request)
             raise
         if any(isinstance(outcome, str) for outcome in outcomes):
             raise _refused(name, outcomes)
         if not outcomes[0]:
             mine.number = None
             raise AdapterRefusedError(f"adapter {name!r} was not added: another one was, under the same id; try again")
-        front.lora_reload.updated(front, request)
+        front.lora_reload.prefixes.updated(request)
         return UpdatedAdapter(name, number, outcomes[0], request)
     finally:
         mine.users -= 1

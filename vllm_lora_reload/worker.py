@@ -111,6 +111,8 @@ class LoRAReloadWorker:
         try:
             with self._own_call():
                 super().wake_up(tags)  # type: ignore[misc]
+            if tags is None or "kv_cache" in tags:
+                state.lifecycle.cache_woke()
         except Exception:  # a trainer has the memory still, say
             if weights:
                 state.absent()
@@ -145,7 +147,8 @@ class LoRAReloadWorker:
         """For ``collective_rpc``: how this rank stands.
 
         Returns:
-            ``state``; ``error``, what every request is told now, or None; ``depth`` of that error, see
+            ``state``; ``error``, what every request is told now, or None; ``waits``, whether that is only a sleep at
+            level 1, which loses nothing; ``depth`` of that error, see
             `Lifecycle.depth`; ``apart``, what requests are told that do not queue, or None, see `WorkerState.apart`;
             ``adapters``, what requests for an adapter are told, by id;
             ``snapshot``, see `lora_reload_take_snapshot`, or None without ``snapshot_dir``;
@@ -160,6 +163,7 @@ class LoRAReloadWorker:
             "error": state.lifecycle.error(),
             "depth": state.lifecycle.depth,
             "apart": state.apart(),
+            "waits": state.lifecycle.waits,
             "adapters": {str(number): why for number, why in state.adapters.broken.items()},
             "snapshot": state.keeper.state() if state.keeper is not None else None,
             "replay": state.plan.state() if state.plan is not None else None,
@@ -204,16 +208,24 @@ class LoRAReloadWorker:
         known = adapters.known(name)
         return {"lora_int_id": None, "version": 0, **known.get(name, {}), "free": adapters.free_number()}
 
-    def lora_reload_lacks(self, lora_int_id: int, name: str, path: str) -> str | None:
-        """For ``collective_rpc``: why a request for an adapter could not be answered.
+    def lora_reload_admit(self, lora_request: Any, live: list[int]) -> dict[str, Any]:
+        """For ``collective_rpc``: have the adapter of a request in host memory, so that no step has to look for it.
 
         Args:
-            lora_int_id, name, path: of its ``LoRARequest``.
+            lora_request: the ``LoRARequest``.
+            live: ids of the adapters of all requests in the engine. These stay at hand, also when they are removed.
 
         Returns:
-            None if it could.
+            ``why`` it cannot be had, or None; ``changed``, whether it is there, but the request wants its files read
+            again and they are not those that were read; ``held``, ids of all adapters that stay at hand until the next
+            call.
         """
-        return self.lora_reload.adapters.lacks(lora_int_id, name, path)
+        adapters, why, changed = self.lora_reload.adapters, None, False
+        try:
+            changed = adapters.admit(lora_request, live)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        return {"why": why, "changed": changed, "held": adapters.held()}
 
     def lora_reload_stage_adapter(
         self,
@@ -395,6 +407,17 @@ class DraftSessions:
         self.lora_reload.lifecycle.started(Transfer.DRAFT)
 
 
+class DiscardsCache:
+    """Where a worker can be told to give up the KV cache alone (from 0.32)."""
+
+    lora_reload: WorkerState
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        super().discard(tags)  # type: ignore[misc]
+        if "kv_cache" in tags:
+            self.lora_reload.lifecycle.cache_asleep = max(1, self.lora_reload.lifecycle.cache_asleep)
+
+
 class ZeroesWeights:
     """Where a worker can be told to zero its weights (from 0.32)."""
 
@@ -423,6 +446,8 @@ def extend(worker: Any) -> None:
         mixins.append(SingleShotTransfer)
     if hasattr(worker, "start_draft_weight_update"):
         mixins.append(DraftSessions)
+    if hasattr(worker, "discard"):
+        mixins.append(DiscardsCache)
     if hasattr(worker, "reset_weights"):
         mixins.append(ZeroesWeights)
     for mixin in mixins:
