@@ -5,8 +5,8 @@ writes are watched instead: a parameter is there again once as many distinct byt
 first load wrote at start-up. A constant that fills memory is no load. Parameters that the first load did not write
 (default scales and the like) are not waited for; nobody reloads them, so they are kept on the host over the sleep.
 
-Where the first load could not be watched, since the weights were made up (``load_format="dummy"``) or a loader wrote them
-on its own, nobody knows what a load leaves out. Then every byte of every parameter is waited for.
+Where the first load could not be watched, since the weights were made up (``load_format="dummy"``) or a loader wrote
+them on its own, nobody knows what a load leaves out. Then every byte of every parameter is waited for.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _is_fill(func: Any) -> bool:
 
 
 def _is_given(args: tuple[Any, ...]) -> bool:
-    """Whether memory is filled with a tensor's number, which a loader may have been given; zero comes from a constant."""
+    """Whether memory is filled with a tensor's number, which a loader may have been given; zero is a constant."""
     value = args[-1] if len(args) > 1 else None
     return isinstance(value, torch.Tensor) and (value.device.type != "cpu" or bool(value != 0))
 

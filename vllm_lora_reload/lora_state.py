@@ -73,9 +73,13 @@ class LoRAState:
             for _, tensor in tensors_of(owner):
                 if tensor.device.type == device.type:
                     tensor.zero_()
-        self._initial = [tensor.cpu().clone() if tensor.any() else None for tensor in self.metadata]
+        self.keep_initial()
         self._saved: list[torch.Tensor | None] | None = None
         self.lost = False
+
+    def keep_initial(self) -> None:
+        """What the metadata is now is what it is to be after a `reset` without a `save` before."""
+        self._initial = [tensor.cpu().clone() if tensor.any() else None for tensor in self.metadata]
 
     def save(self) -> None:
         """Keep the metadata in host memory as it is now, for the next `reset`."""

@@ -83,6 +83,7 @@ class LoRAReloadModelRunner(LoRAModelRunnerMixin):
             snapshot.Engine(**seams.identity(vllm_config)) if settings.snapshot_dir else None,
             files,
             self._files_before,
+            seams.sleeps(vllm_config),
         )
         if not seams.can_read_checkpoint(self):
             self.lora_reload.lifecycle.loads = "a weight transfer or model.load_weights(...)"

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -747,6 +747,66 @@ def unmapping_noticed(vllm_config: Any) -> Iterator[Callable[[], bool]]:
         yield lambda: begun
     finally:
         allocator.sleep = real
+
+
+def pool_watched(
+    vllm_config: Any, unmapping: Callable[[int], AbstractContextManager[None]], mapped: Callable[[], None]
+) -> Callable[[], None]:
+    """From now on, whoever asks vLLM's allocator to unmap the weights pool does so in ``unmapping(level)``.
+
+    Frameworks drive the allocator themselves, without the worker. ``mapped()`` is called when the pool is mapped again.
+
+    Returns:
+        What ends this.
+    """
+    platform = _find("vllm.platforms", "current_platform")
+    backend = getattr(vllm_config.model_config, "sleep_mode_backend", "cumem")  # from 0.26
+    if backend != "cumem" or not platform.is_cuda_alike() or not vllm_config.model_config.enable_sleep_mode:
+        return lambda: None
+    cls = _find("vllm.device_allocator.cumem", "CuMemAllocator")
+    allocator = cls.get_instance()
+    hooks: dict[str, Any] = {}
+
+    def hook(name: str, around: Callable[[Any], AbstractContextManager[Any]]) -> None:
+        if (real := getattr(cls, name, None)) is None:
+            return
+
+        @functools.wraps(real)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(real).bind(allocator, *args, **kwargs).arguments
+            with around(next((value for key, value in given.items() if key != "self"), None)):
+                return getattr(type(allocator), name)(allocator, *args, **kwargs)
+
+        hooks[name] = wrapped
+
+    def names_weights(tags: Any) -> bool:
+        return "weights" in ((tags,) if isinstance(tags, str) else tags or ())
+
+    @contextmanager
+    def waking(tags: Any) -> Iterator[None]:
+        yield
+        if tags is None or names_weights(tags):
+            mapped()
+
+    hook("sleep", lambda offloaded: unmapping(1 if names_weights(offloaded) else 2))
+    hook("discard", lambda tags: unmapping(2) if names_weights(tags) else nullcontext())
+    hook("wake_up", waking)
+    vars(allocator).update(hooks)
+
+    def end() -> None:
+        for name, wrapped in hooks.items():
+            if vars(allocator).get(name) is wrapped:
+                del vars(allocator)[name]
+
+    return end
+
+
+def take_saved_buffers(worker: Any) -> None:
+    """Put back the buffers that a worker's own sleep has saved, as its own wake-up would do, and only once."""
+    saved, worker._sleep_saved_buffers = getattr(worker, "_sleep_saved_buffers", {}), {}
+    for name, buffer in worker.model_runner.model.named_buffers():
+        if name in saved:
+            buffer.data.copy_(saved[name].data)
 
 
 def check() -> None:

@@ -22,7 +22,7 @@ from .replay import LoadPlan, NoReplay
 from .ring import Ring
 from .settings import Settings
 from .snapshot import Engine, FileStates, Storage, file_states, storages
-from .tensors import UnregisteredTensors, storage_key
+from .tensors import Canary, Copies, UnregisteredTensors, storage_key
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +44,7 @@ class WorkerState:
         engine: what snapshots belong to, where there are any.
         files: names the files that the weights are loaded from; raises `NoReplay` if that cannot be told.
         before: their `file_states` before the load at start-up.
+        sleeps: whether the engine can lose the weights pool.
 
     Attributes:
         lifecycle: where the worker stands.
@@ -69,6 +70,7 @@ class WorkerState:
         engine: Engine | None = None,
         files: Callable[[], list[Path]] | None = None,
         before: FileStates | None = None,
+        sleeps: bool = False,
     ) -> None:
         self.model = model
         self._device = device
@@ -101,6 +103,10 @@ class WorkerState:
         self._files = before if before is not None and before == self._file_states() else None
         self._all_on_device = all(tensor.device.type == device.type for tensor in model.parameters())
         self.has_to_load = False
+        # For memory that is taken without a sleep, which nobody can announce. No load brings what these hold.
+        self._canary = Canary(device) if sleeps else None
+        self._at_start: Copies | None = None
+        self._buffers: Copies | None = None
         self._depth = 0
         self._changed = False  # by a load, since the keeper was last told
         self._bypassed = False
@@ -117,6 +123,15 @@ class WorkerState:
         kept -= {storage_key(tensor) for _, tensor in parameters} - unloaded
         brought = {storage_key(tensor) for tensor in self.coverage.loaded_buffers()}
         return storages((*parameters, *buffers, *unregistered), self._device, self.lora.storages, kept, brought)
+
+    def started(self) -> None:
+        """The model is there; what is allocated from now on is outside the weights pool."""
+        if self._canary is not None:
+            self._at_start = Copies([*self._buffers_on_device(), *(tensor for _, tensor in self.unregistered.named())])
+            self.lora.keep_initial()
+
+    def _buffers_on_device(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self.model.buffers() if buffer.device.type == self._device.type]
 
     def hold(self) -> None:
         """Base weights may change or go from now on: nobody is to read them."""
@@ -150,6 +165,10 @@ class WorkerState:
             self.unregistered.save()
             if self.keeper is not None and self.lifecycle.state is State.COMPLETE:
                 self.keeper.compare()
+
+    def save_buffers(self) -> None:
+        """Before the weights pool is unmapped behind the worker's back: vLLM keeps buffers only in its own sleep."""
+        self._buffers = Copies(self._buffers_on_device())
 
     def slept(self, level: int, error: BaseException | None = None) -> None:
         """The weights pool is unmapped, or a part of it before an `error`."""
@@ -262,17 +281,42 @@ class WorkerState:
 
     def woke(self, reset: Callable[[], None]) -> None:
         """The weights pool is mapped again: bring back all that a load does not, LoRA state with `reset`."""
+        self.mapped(reset)
+        if self.settings.adapters == "keep":
+            self.adapters.read_changed()
+
+    def mapped(self, reset: Callable[[], None]) -> None:
+        """As `woke`, without asking other ranks."""
         discarded = self.lifecycle.state is State.DISCARDED
         if discarded:
             self.unregistered.restore()  # while asleep: what an interrupt stops here the next wake-up does
+            if self._buffers is not None:
+                self._buffers.restore()
+            if self._canary is not None:
+                self._canary.renew()
+        self._buffers = None
         self.lifecycle.woke()
         self.adapters.woke()
         if discarded:
             reset()
         else:
             self.adapters.put_pending()
-        if self.settings.adapters == "keep":
-            self.adapters.read_changed()
+
+    def _notice_loss(self) -> None:
+        """Memory may have been taken and given back by something that this package does not see.
+
+        Then all that a load does not bring is put back, LoRA state at the load's end.
+        """
+        if self._canary is None or self._canary.alive():
+            return
+        logger.warning("The memory of the weights was taken without sleep(level=2): all of it is brought back")
+        if self._at_start is not None:
+            self._at_start.restore()
+        self._canary.renew()
+        self.lora.lost = True
+        self.coverage.lose()
+        self.lifecycle.lost()
+        self.last_restore = None
 
     def absent(self) -> None:
         """Take part in what ranks that wake up decide together, though this one does not: they would wait for it."""
@@ -311,6 +355,7 @@ class WorkerState:
         self._begin()
 
     def _begin(self) -> None:
+        self._notice_loss()
         self.coverage.begin()
         self._bypassed = False
 

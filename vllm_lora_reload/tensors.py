@@ -158,6 +158,44 @@ def _unregistered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield ".".join(part for part in (prefix, helper, name, f"unregistered.{number}") if part), tensor
 
 
+class Copies:
+    """What tensors held, in host memory, as long as they are in use.
+
+    Args:
+        tensors: on a device; each storage that they share is copied once, as a whole.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        by_storage = {storage_key(t): t for t in tensors if not t.is_meta and t.untyped_storage().nbytes()}
+        self._copies = [(weakref.ref(t), whole_storage(t).to("cpu", copy=True)) for t in by_storage.values()]
+
+    def restore(self) -> None:
+        """Copy it back, also after a tensor was moved to other memory of the same size."""
+        for ref, saved in self._copies:
+            tensor = ref()
+            if tensor is not None and not tensor.is_meta and tensor.untyped_storage().nbytes() == len(saved):
+                whole_storage(tensor).copy_(saved)
+
+
+_CANARY = list(range(101, 165))
+
+
+class Canary:
+    """A few bytes in the weights pool that nothing writes to: whoever takes the pool's memory takes them too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._in_pool = torch.empty(64, dtype=torch.uint8, device=device)
+        self.renew()
+
+    def alive(self) -> bool:
+        """Whether they are as they were. The memory must be mapped."""
+        return self._in_pool.tolist() == _CANARY
+
+    def renew(self) -> None:
+        """All of the pool is right, or is known not to be."""
+        self._in_pool.copy_(torch.tensor(_CANARY, dtype=torch.uint8, device="cpu"))
+
+
 class UnregisteredTensors:
     """Base tensors that no loader fills and vLLM's wake-up does not restore: it saves only registered buffers.
 

@@ -24,12 +24,18 @@ class LoRAReloadWorker:
     model_runner: Any
     vllm_config: Any
     lora_reload: WorkerState
+    _in_own_call = False  # something that unmaps or maps the pool is under way
+
+    def _stop_watching(self) -> None:
+        """Replaced by what ends the watch over the pool, where there is one."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         seams.extend(self.model_runner, LoRAReloadModelRunner)
         with seams.loading_observed(self.model_runner.watch_first_load, self.model_runner.watch_processing):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.lora_reload = self.model_runner.lora_reload
+        self.lora_reload.started()
+        self._stop_watching = seams.pool_watched(self.vllm_config, self._unmapping, self._mapped)
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         done = super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
@@ -39,15 +45,10 @@ class LoRAReloadWorker:
 
     def sleep(self, level: int = 1) -> None:
         state = self.lora_reload
-        if level and state.lifecycle.transfer is not None and not state.lifecycle.asleep:
-            # Its layers may be on the meta device, and what it has buffered in memory that goes.
-            if state.lifecycle.transfer is Transfer.DRAFT and (draft := seams.draft_model(self)) is not None:
-                seams.abort_layerwise_reload(draft)
-            state.end_transfer(f"sleep(level={level})")
-            seams.close_weight_update(self)
+        self._end_transfer(level)
         try:
             state.save(level)
-            with seams.unmapping_noticed(self.vllm_config) as begun:
+            with self._own_call(), seams.unmapping_noticed(self.vllm_config) as begun:
                 try:
                     super().sleep(level)  # type: ignore[misc]
                 except BaseException as error:  # vLLM asserts at the end that others have not taken what was freed
@@ -58,11 +59,60 @@ class LoRAReloadWorker:
         finally:
             state.settle()
 
+    def _end_transfer(self, level: int) -> None:
+        """An open session ends: its layers may be on the meta device, and what it has buffered in memory that goes."""
+        lifecycle = self.lora_reload.lifecycle
+        if not level or lifecycle.transfer is None or lifecycle.asleep:
+            return
+        if lifecycle.transfer is Transfer.DRAFT and (draft := seams.draft_model(self)) is not None:
+            seams.abort_layerwise_reload(draft)
+        self.lora_reload.end_transfer(f"sleep(level={level})")
+        seams.close_weight_update(self)
+
+    @contextmanager
+    def _own_call(self) -> Iterator[None]:
+        self._in_own_call = True
+        try:
+            yield
+        finally:
+            self._in_own_call = False
+
+    @contextmanager
+    def _unmapping(self, level: int) -> Iterator[None]:
+        """Around what unmaps the weights pool: not through `sleep` if a framework drives the allocator itself."""
+        state = self.lora_reload
+        if self._in_own_call or state.lifecycle.asleep:
+            yield
+            return
+        self._end_transfer(level)
+        try:
+            state.save(level)
+            if level >= 2:
+                state.save_buffers()
+            try:
+                with self._own_call():
+                    yield
+            except BaseException as error:
+                state.slept(level, error)
+                raise
+            state.slept(level)
+        finally:
+            state.settle()
+
+    def _mapped(self) -> None:
+        """The weights pool is mapped again; by `wake_up`, which then goes on, or not."""
+        state = self.lora_reload
+        if not self._in_own_call and state.lifecycle.asleep:
+            seams.take_saved_buffers(self)
+            state.mapped(self.model_runner.reset_lora_state)
+            state.settle()
+
     def wake_up(self, tags: list[str] | None = None) -> None:
         state = self.lora_reload
         weights = tags is None or "weights" in tags
         try:
-            super().wake_up(tags)  # type: ignore[misc]
+            with self._own_call():
+                super().wake_up(tags)  # type: ignore[misc]
         except Exception:  # a trainer has the memory still, say
             if weights:
                 state.absent()
@@ -86,6 +136,7 @@ class LoRAReloadWorker:
     def shutdown(self) -> None:
         state = vars(self).get("lora_reload")  # not there if the model could not be loaded
         if state is not None:
+            self._stop_watching()
             if state.keeper is not None:
                 state.keeper.close()
             state.ring.close()

@@ -296,3 +296,50 @@ def test_without_the_reset(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     assert any("stacked" in name for name in engine.differing())
     after = engine.ask()
     assert after["adapter 1"] != engine.before["adapter 1"]
+
+
+# --- Memory that is taken without a sleep -------------------------------------------------------------------------
+
+
+def take_memory(engine: Engine) -> None:
+    """As a framework does that unmaps the pool by a tool of its own, which nobody sees."""
+    for storage in engine.worker.pool.alive():
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+
+
+@pytest.mark.parametrize("way", ["reload", "direct", "one a call", "kernel format"])
+def test_a_load_brings_everything_back_whatever_memory_held(engine: Engine, way: str) -> None:
+    """LoRA slots, index tables, the logits mapping and buffers too, none of which a load writes."""
+    kernel_format = [(name, p.detach().clone()) for name, p in engine.model.named_parameters()]
+    engine.ask()
+    take_memory(engine)
+    assert len(engine.differing()) > 60
+    if way == "reload":
+        engine.reload()
+    elif way == "direct":
+        engine.model.load_weights(engine.checkpoint_tensors().items())
+    elif way == "kernel format":
+        engine.reload(weights_iterator=iter(kernel_format), is_checkpoint_format=False)
+    else:
+        for item in engine.checkpoint_tensors().items():
+            if engine.worker.lora_reload_status()["state"] == "missing":
+                with pytest.raises(WeightsMissingError, match=r"taken without sleep|have not been loaded"):
+                    engine.ask("base")
+            engine.model.load_weights([item])
+    # What index tables hold is that of the last batch.
+    assert [name for name in engine.differing() if "punica" not in name] == []
+    assert engine.ask() == engine.before
+    engine.assert_whole()
+
+
+def test_a_load_with_nothing_lost_writes_no_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+    state = engine.worker.lora_reload
+    put_back = state.adapters.put_back
+    monkeypatch.setattr(state.adapters, "put_back", lambda: written.append("slots") or put_back())
+    engine.reload()
+    engine.model.load_weights(engine.checkpoint_tensors().items())
+    assert written == []
+    engine.lose_weights()
+    engine.reload()
+    assert written == ["slots"], "at the wake-up"

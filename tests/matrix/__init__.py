@@ -15,6 +15,7 @@ PATHS = {
     "one a call": "`model.load_weights(...)` once per tensor",
     "base_layer names": "`model.load_weights(...)` with `.base_layer.` in names",
     "as verl": "`model.load_weights(...)` in buckets, then `process_weights_after_loading(model, ...)`",
+    "dummy": 'the same in an engine that started with `load_format="dummy"`, refused until the last bucket',
     "after failures": "`reload_weights()`, after a stream of weights that broke off and one with a wrong shape",
     "transfer": "weight transfer with vLLM's NCCL engine, tensors handed over in the process; a session of several "
     "chunks where the release has sessions (from 0.21), else one call",

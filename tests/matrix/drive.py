@@ -55,10 +55,11 @@ class MatrixWorker(PoolLoss, Worker):
 class Case:
     """One model with two adapters, loaded and wrapped, and what its pool holds then."""
 
-    def __init__(self, folder: Path, family: str) -> None:
+    def __init__(self, folder: Path, family: str, **settings: Any) -> None:
+        self.folder, self.family = folder, family
         self.checkpoint = folder / family / "model"
         self.targets = _FAMILIES[family].targets
-        self.config = make_config(self.checkpoint)
+        self.config = make_config(self.checkpoint, **settings)
         with set_current_vllm_config(self.config):
             self.worker: Any = MatrixWorker(self.config, 0, 0, "", is_driver_worker=True)
             self.worker.init_device()
@@ -114,7 +115,7 @@ class Case:
             return f"ERROR: {type(error).__name__}: {error}\n{traceback.format_exc()}"
 
 
-def make_config(checkpoint: Path) -> Any:
+def make_config(checkpoint: Path, **settings: Any) -> Any:
     """As `tests.support.scenario` configures engines."""
     config = EngineArgs(
         model=str(checkpoint),
@@ -126,6 +127,7 @@ def make_config(checkpoint: Path) -> Any:
         max_num_seqs=8,
         enable_prefix_caching=False,
         use_tqdm_on_load=False,
+        **settings,
     ).create_engine_config()
     config.weight_transfer_config = WeightTransferConfig()
     config.weight_transfer_config.backend = transfer.BACKEND
@@ -216,6 +218,40 @@ def load_as_verl(case: Case) -> None:
     case.process()
 
 
+def start_with_dummy_weights(case: Case) -> None:
+    """As verl does: nobody has seen what a load brings, and requests are refused until the last bucket is there."""
+    case.worker.reload_weights()
+    other = Case(case.folder, case.family, load_format="dummy")
+    weights = other.wrapped_names()
+    with set_current_vllm_config(other.config):
+        if other.worker.lora_reload_status()["error"]:
+            raise RuntimeError("dummy weights are refused, with which engines are measured")
+        other.worker.sleep(2)
+        other.worker.wake_up(["weights"])
+        for start in range(0, len(weights), 5):
+            error = other.worker.lora_reload_status()["error"]
+            if not error or "reload_weights" in error:
+                raise RuntimeError(f"{start} of {len(weights)} tensors are there, and requests are told {error!r}")
+            other.model.load_weights(weights[start : start + 5])
+        if error := other.worker.lora_reload_status()["error"]:
+            raise RuntimeError(error)
+        if not cannot_be_processed(other):
+            other.process()
+        if error := other.worker.lora_reload_status()["error"]:
+            raise RuntimeError(error)
+    now = other.worker.pool_digests()
+    if differ := [name for name, digest in case.digests.items() if now[name] != digest]:
+        raise RuntimeError(f"other bytes in {differ}")
+
+
+def cannot_be_processed(case: Case) -> bool:
+    """See `cannot_process`."""
+    return case.family in _not_processed
+
+
+_not_processed: set[str] = set()
+
+
 def patch_and_patch_back(case: Case) -> None:
     """Patches bring no lost tensor back; afterwards they change the elements that they name and nothing else."""
     name = "model.layers.0.self_attn.o_proj.weight"
@@ -248,6 +284,7 @@ LOADS: dict[str, Callable[[Case], Any]] = {
     "one a call": load_one_a_call,
     "base_layer names": lambda case: case.model.load_weights(case.wrapped_names()),
     "as verl": load_as_verl,
+    "dummy": start_with_dummy_weights,
     "after failures": load_after_failures,
     "transfer": lambda case: transfer.send(case.worker, case.weights()),
     "sparse": patch_and_patch_back,
@@ -296,6 +333,7 @@ def drive(folder: Path) -> dict[str, dict[str, str]]:
     for family in FAMILIES:  # before the plugin: vLLM as it is
         results[family] = {"without": cell(folder, family, LOADS["disk"])[0]}
         if error := cannot_process(folder, family):
+            _not_processed.add(family)
             refused[family] = f"{NO_SUCH_PATH}: vLLM itself cannot process a wrapped model: {error}"
     plugin.register()
     for family in FAMILIES:

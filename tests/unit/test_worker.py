@@ -194,15 +194,18 @@ def test_load_model_extends_the_runner_first_and_shares_its_state() -> None:
 
     class Worker:
         model_runner: Any = Runner()
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))
 
         def load_model(self, *, dummy: bool) -> None:
             assert isinstance(self.model_runner, LoRAReloadModelRunner) and isinstance(self.model_runner, Runner)
-            self.model_runner.lora_reload = ("state", dummy)
+            self.model_runner.lora_reload = SimpleNamespace(dummy=dummy, started=lambda: started.append(dummy))
 
+    started: list[bool] = []
     worker: Any = Worker()
     extend(worker)
     worker.load_model(dummy=True)
-    assert worker.lora_reload == ("state", True)
+    assert worker.lora_reload is worker.model_runner.lora_reload and worker.lora_reload.dummy
+    assert started == [True]
 
 
 # --- Sleep and wake-up --------------------------------------------------------------------------------------------
@@ -380,6 +383,139 @@ def test_a_failed_wake_up_stays_discarded(worker: Any, log: Log) -> None:
         worker.wake_up()
     assert log == ["wake None", "adapters.absent"]
     assert worker.lora_reload_status()["state"] == "discarded"
+
+
+# --- A pool that others unmap ----------------------------------------------------------------------------------------
+
+
+class Allocator:
+    """As vLLM's, with the weights pool as one tensor."""
+
+    def __init__(self) -> None:
+        self.pool: list[torch.Tensor] = []
+
+    def sleep(self, offload_tags: Any = None) -> None:
+        if "weights" not in (offload_tags or ()):
+            self.discard("weights")
+
+    def discard(self, tags: Any) -> None:
+        if "weights" in tags:
+            for tensor in self.pool:
+                tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
+    def wake_up(self, tags: Any = None) -> str:
+        return f"{tags} mapped"
+
+
+@pytest.fixture
+def allocator(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    """That of a worker whose sleep and wake-up use it; a norm's table is lost with the pool."""
+    made = Allocator()
+    cls = type("CuMemAllocator", (Allocator,), {"get_instance": staticmethod(lambda: made)})
+    made.__class__ = cls
+    find = seams._find
+    known = {"CuMemAllocator": cls, "current_platform": SimpleNamespace(is_cuda_alike=lambda: True)}
+    monkeypatch.setattr(seams, "_find", lambda module, name: known.get(name) or find(module, name))
+    worker.vllm_config.model_config.enable_sleep_mode = True
+    model = worker.lora_reload.model
+    worker.model_runner.model = model
+    model.norm.register_buffer("table", torch.arange(3.0))
+    made.pool = [model.norm.table.data]
+    do = worker._do
+
+    def drives(what: str) -> None:
+        if what.startswith("sleep"):
+            made.sleep(("weights",) if what == "sleep 1" else ())
+        elif what.startswith("wake"):
+            made.wake_up()
+        do(what)
+
+    monkeypatch.setattr(worker, "_do", drives)
+    worker._stop_watching = seams.pool_watched(worker.vllm_config, worker._unmapping, worker._mapped)
+    yield made
+    worker._stop_watching()
+    assert not {"sleep", "wake_up", "discard"} & vars(made).keys()
+
+
+@pytest.mark.parametrize("call", [
+    lambda allocator: allocator.sleep(offload_tags=()), lambda allocator: allocator.sleep(),
+    lambda allocator: allocator.discard(("weights", "kv_cache")), lambda allocator: allocator.discard("weights"),
+])  # fmt: skip
+def test_a_pool_that_others_discard(worker: Any, log: Log, allocator: Allocator, call: Any) -> None:
+    """As a framework does that has its own way to sleep: everything comes back as after a sleep of the worker."""
+    call(allocator)
+    assert log.take() == ["lora.save", "unregistered.save"]
+    assert worker.lora_reload_status()["state"] == "discarded"
+    with pytest.raises(AsleepError), worker.lora_reload.loading():
+        pytest.fail("the load began")
+    allocator.wake_up(["kv_cache"])
+    assert worker.lora_reload_status()["state"] == "discarded"
+    assert allocator.wake_up(["weights"]) == "['weights'] mapped"
+    assert log == ["unregistered.restore", "reset"]
+    assert worker.lora_reload_status()["state"] == "missing"
+    assert worker.lora_reload.model.norm.table.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", [
+    lambda allocator: allocator.sleep(("weights",)), lambda allocator: allocator.sleep("weights"),
+])  # fmt: skip
+def test_a_pool_that_others_offload(worker: Any, log: Log, allocator: Allocator, call: Any) -> None:
+    call(allocator)
+    assert worker.lora_reload_status()["state"] == "offloaded"
+    allocator.wake_up()
+    assert log == ["adapters.put_pending"] and worker.lora_reload_status() == COMPLETE
+
+
+def test_another_pool_is_none_of_ours(worker: Any, log: Log, allocator: Allocator) -> None:
+    allocator.discard(["kv_cache"])
+    assert log == [] and worker.lora_reload_status() == COMPLETE
+
+
+def test_the_worker_s_own_sleep_is_noted_once(worker: Any, log: Log, allocator: Allocator) -> None:
+    worker.sleep(2)
+    worker.wake_up()
+    assert log == [
+        "lora.save", "unregistered.save", "sleep 2", "wake None", "unregistered.restore", "reset",
+        "adapters.read_changed",
+    ]  # fmt: skip
+
+
+def test_a_worker_s_sleep_that_others_end(worker: Any, log: Log, allocator: Allocator) -> None:
+    """vLLM's own copies of buffers are put back, which its wake-up would have done."""
+    model = worker.lora_reload.model
+    worker._sleep_saved_buffers = {"norm.table": model.norm.table.clone()}
+    worker.sleep(2)
+    log.take()
+    allocator.wake_up()
+    assert model.norm.table.tolist() == [0, 1, 2] and worker._sleep_saved_buffers == {}
+    assert log.take() == ["unregistered.restore", "reset"] and worker.lora_reload_status()["state"] == "missing"
+    worker.wake_up()
+    assert log == ["wake None", "adapters.absent"]
+
+
+def test_a_sleep_of_others_that_the_worker_ends(worker: Any, log: Log, allocator: Allocator) -> None:
+    allocator.sleep()
+    worker.wake_up()
+    assert worker.lora_reload.model.norm.table.tolist() == [0, 1, 2]
+    assert worker.lora_reload_status()["state"] == "missing"
+
+
+def test_a_session_ends_before_others_discard_the_pool(worker: Any, log: Log, allocator: Allocator) -> None:
+    worker.start_weight_update()
+    log.take()
+    allocator.sleep()
+    assert log == ["abort", "lora.save", "unregistered.save"]
+    assert worker.lora_reload.lifecycle.transfer is None
+
+
+def test_an_allocator_that_breaks_off(worker: Any, allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, tags: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(Allocator, "discard", broken)
+    with pytest.raises(RuntimeError):
+        allocator.sleep()
+    assert "broke off" in worker.lora_reload_status()["error"]
 
 
 # --- Weight transfer ----------------------------------------------------------------------------------------------
