@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,9 +25,7 @@ class LoRAReloadWorker:
     vllm_config: Any
     lora_reload: WorkerState
     _in_own_call = False  # something that unmaps or maps the pool is under way
-
-    def _stop_watching(self) -> None:
-        """Replaced by what ends the watch over the pool, where there is one."""
+    _stop_watching: Callable[[], None] | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         seams.extend(self.model_runner, LoRAReloadModelRunner)
@@ -136,7 +134,8 @@ class LoRAReloadWorker:
     def shutdown(self) -> None:
         state = vars(self).get("lora_reload")  # not there if the model could not be loaded
         if state is not None:
-            self._stop_watching()
+            if self._stop_watching is not None:
+                self._stop_watching()
             if state.keeper is not None:
                 state.keeper.close()
             state.ring.close()

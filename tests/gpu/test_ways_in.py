@@ -34,6 +34,22 @@ def test_mixture_of_experts_by_transfer() -> None:
     assert report.right, report
 
 
+def test_a_transfer_over_a_sleep() -> None:
+    """With vLLM's own sleep, which copies buffers first: layers of the open session are on the meta device."""
+    report = run(Scenario(cycles=2, ways=("interrupted",), on_gpu=True, engine=IPC, max_tokens=8), **ENV)
+    assert len(report.cycles) == 2 and report.distinct_answers == 3
+    assert report.right, report
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_pool_that_others_discard(runner: str) -> None:
+    """The allocator is driven without the worker."""
+    scenario = Scenario(cycles=2, ways=("allocator",), on_gpu=True, max_tokens=8)
+    report = run(scenario, VLLM_USE_V2_MODEL_RUNNER="1" if runner == "V2" else "0", **ENV)
+    assert len(report.cycles) == 2 and report.distinct_answers == 3
+    assert report.right, report
+
+
 def test_online_fp8() -> None:
     """Kernel tensors are made from what is loaded: reload and transfer go layer by layer."""
     engine = IPC | {"quantization": "fp8"}

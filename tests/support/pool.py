@@ -172,6 +172,17 @@ class PoolExtension(PoolInspector):
         held = CuMemAllocator.get_instance().pointer_to_data
         return any(start <= at < start + data.handle[1] for start, data in held.items() if data.tag == "weights")
 
+    def drive_allocator(self, step: str) -> None:
+        """As frameworks do that have ways of their own to free memory: everything is discarded, or mapped again."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        torch.cuda.synchronize()
+        if step == "sleep":
+            CuMemAllocator.get_instance().sleep(offload_tags=())
+        else:
+            CuMemAllocator.get_instance().wake_up(["weights"])
+            CuMemAllocator.get_instance().wake_up(["kv_cache"])
+
 
 class PoolLoss(PoolInspector):
     """Mixed in before a worker class that runs on the CPU, which then loses its weights pool at sleep level 2."""

@@ -36,8 +36,9 @@ class Scenario:
 
     `control` names a part of the package to disable for one more cycle (`PoolInspector.take_out`). `ways` are taken in
     turn to bring the weights back: ``reload`` (from disk), ``direct`` (one tensor a call), ``kernel`` (kernel format),
-    ``ipc``, ``nccl`` (weight transfer), ``sparse`` (from disk, then single elements there and back by transfer) or
-    ``snapshot`` (they come back by themselves).
+    ``ipc``, ``nccl`` (weight transfer), ``sparse`` (from disk, then single elements there and back by transfer),
+    ``snapshot`` (they come back by themselves), ``interrupted`` (a transfer over which the engine sleeps, then a whole
+    one) or ``allocator`` (from disk, twice: in between the allocator is told to discard everything, not the worker).
     `quantization` is one of `quantized.METHODS`: the checkpoint's own, not one that vLLM applies while loading.
     """
 
@@ -232,6 +233,17 @@ def observe(scenario: Scenario, folder: Path) -> Report:
         elif way == "sparse":
             llm.collective_rpc("reload_weights")
             trainer().patch_and_patch_back(checkpoint)
+        elif way == "interrupted":
+            interrupted_transfer(llm, checkpoint)
+            send_by_ipc(llm, checkpoint)
+        elif way == "allocator":
+            llm.collective_rpc("reload_weights")
+            llm.wake_up(["kv_cache"])
+            for step, state in (("sleep", "discarded"), ("wake_up", "missing")):
+                llm.collective_rpc("drive_allocator", args=(step,))
+                expect_state(llm, state)
+            llm.collective_rpc("reload_weights")
+            expect_state(llm, "complete")
         elif way != "snapshot":
             raise ValueError(way)
 
@@ -288,22 +300,62 @@ def update_info(tensors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def expect_state(llm: Any, state: str) -> None:
+    if (found := [status["state"] for status in llm.collective_rpc("lora_reload_status")]) != [state] * len(found):
+        raise RuntimeError(f"{found} where {state} is right")
+
+
+def interrupted_transfer(llm: Any, checkpoint: Path) -> None:
+    """Sleep at both levels in the middle of a session. Every call that goes on with it is refused, with what to do."""
+    import torch
+
+    for level in (1, 2):
+        llm.wake_up(["kv_cache"])
+        send_by_ipc(llm, checkpoint)
+        tensors = dict(list(checkpoint_tensors(checkpoint, "cuda:0").items())[:5])
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", kwargs={"update_info": ipc_info(tensors)})
+        if not all(status["apart"] for status in llm.collective_rpc("lora_reload_status")):
+            raise RuntimeError("no layer is apart")
+        llm.sleep(level=level)
+        llm.wake_up()
+        for method, kwargs in (("update_weights", {"update_info": ipc_info(tensors)}), ("finish_weight_update", {})):
+            try:
+                llm.collective_rpc(method, kwargs=kwargs)
+            except Exception as error:
+                if f"sleep(level={level}) has ended the session" not in str(error):
+                    raise
+            else:
+                raise RuntimeError(f"{method} goes on after sleep(level={level})")
+        expect_state(llm, "missing")
+        if level == 2 and any(map(bool, llm.collective_rpc("meta_tensors"))):
+            raise RuntimeError("tensors are left on the meta device")
+        torch.cuda.synchronize()
+
+
 def send_by_ipc(llm: Any, checkpoint: Path) -> None:
     """A weight transfer session with the IPC engine; this process is the trainer.
 
     The update info is what vLLM's own trainer side makes for one rank, unpacked.
     """
     import torch
-    from torch.multiprocessing.reductions import reduce_tensor
 
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
     tensors = checkpoint_tensors(checkpoint, "cuda:0")
-    info = update_info(tensors) | {"ipc_handles": [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors.values()]}
+    info = ipc_info(tensors)
     llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     llm.collective_rpc("start_weight_update")
     llm.collective_rpc("update_weights", kwargs={"update_info": info})
     llm.collective_rpc("finish_weight_update")
     torch.cuda.synchronize()
+
+
+def ipc_info(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Of tensors on this process's device, which have to live until the call is over."""
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    return update_info(tensors) | {"ipc_handles": [{uuid: reduce_tensor(tensor)[1]} for tensor in tensors.values()]}
 
 
 class NcclTrainer:
