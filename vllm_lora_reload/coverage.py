@@ -344,7 +344,11 @@ class Coverage:
     def _is_as_loaded(self, running: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether a running tensor is what a load would write into `new`, not changed since."""
         alike = (running.shape, running.stride(), running.dtype) == (new.shape, new.stride(), new.dtype)
-        return alike and identity(running) in self._as_loaded
+        return alike and self.is_as_loaded(running)
+
+    def is_as_loaded(self, running: torch.Tensor) -> bool:
+        """Whether a running tensor is one that the first load wrote and nothing has changed since."""
+        return identity(running) in self._as_loaded
 
     def _judge(self, layer: nn.Module) -> None:
         """Note whether a load has brought less of a layer that was made anew than the first load did."""

@@ -641,10 +641,20 @@ def takes_kernel_format(worker: Any, update_info: Any) -> bool:
 
 
 @contextmanager
-def layers_observed(made: Callable[[nn.Module, dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """Call ``made(layer, running tensors by name)`` for every layer whose tensors a layerwise reload has allocated."""
+def layers_observed(
+    made: Callable[[nn.Module, dict[str, torch.Tensor]], None], as_loaded: Callable[[torch.Tensor], bool]
+) -> Iterator[None]:
+    """Call ``made(layer, running tensors by name)`` for every layer whose tensors a layerwise reload has allocated.
 
-    def wrap(materialize: Any) -> Any:
+    A layer that begins a layerwise reload in the block takes all that is loaded into it. vLLM counts elements and drops
+    what comes when there were as many as the layer has: of tensors that a checkpoint has once for each shard of a fused
+    layer (shapes of packed weights) the last one, which is what a first load leaves there.
+
+    Args:
+        as_loaded: whether a running tensor is what a load writes, not processed since.
+    """
+
+    def wrap_materialize(materialize: Any) -> Any:
         def materialize_layer(layer: nn.Module, *args: Any) -> None:
             materialize(layer, *args)
             info = _find(_LAYERWISE, "LAYERWISE_INFO")[layer]
@@ -654,7 +664,28 @@ def layers_observed(made: Callable[[nn.Module, dict[str, torch.Tensor]], None]) 
 
         return materialize_layer
 
-    with _replaced(_LAYERWISE, materialize_layer=wrap):
+    def wrap_make(make: Any) -> Any:
+        def make_online_process_loader(layer: nn.Module, param_name: str) -> Any:
+            original = _find(_LAYERWISE, "_get_original_loader")(getattr(layer, param_name))
+            loader = make(layer, param_name)
+            info = _find(_LAYERWISE, "LAYERWISE_INFO")[layer]
+
+            @functools.wraps(loader)
+            def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+                if info.load_numel_total is not None:
+                    return loader(*args, **kwargs)
+                bound, running = inspect.signature(original).bind(*args, **kwargs), getattr(layer, param_name, None)
+                same_kind = type(running) is type(bound.arguments.get("param"))
+                if running is None or not same_kind or not as_loaded(running):
+                    return loader(*args, **kwargs)
+                bound.arguments["param"] = running
+                return original(*bound.args, **bound.kwargs)
+
+            return online_process_loader
+
+        return make_online_process_loader
+
+    with _replaced(_LAYERWISE, materialize_layer=wrap_materialize, make_online_process_loader=wrap_make):
         yield
 
 
@@ -831,5 +862,6 @@ def check() -> None:
         (_LAYERWISE, "_place_kernel_tensors"),
         (_LAYERWISE, "_get_original_loader"),
         (_LAYERWISE, "materialize_layer"),
+        (_LAYERWISE, "make_online_process_loader"),
     ):
         _find(module, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -350,9 +350,17 @@ class WorkerState:
         """Whether the load that has ended, or the session, has changed a tensor of the model."""
         return self.coverage.touched() or self._bypassed
 
-    def begin_transfer(self) -> None:
-        """A transfer session is about to start; see `end_transfer` for how it may end."""
-        self._begin()
+    @contextmanager
+    def starting_transfer(self) -> Iterator[None]:
+        """A transfer session starts in this block; see `end_transfer` for how it may end."""
+        if self.lifecycle.transfer is None:
+            self._begin()
+        with self.layers_observed():
+            yield
+
+    def layers_observed(self) -> AbstractContextManager[None]:
+        """What a layerwise reload needs to know, where it begins and where it goes on."""
+        return seams.layers_observed(self.coverage.carry_over, self.coverage.is_as_loaded)
 
     def _begin(self) -> None:
         self._notice_loss()
@@ -408,7 +416,7 @@ class WorkerState:
         self.hold()
         try:
             # Some parameters require gradients, which vLLM's copies of kernel-format tensors do not expect.
-            with torch.no_grad(), base_view(self.model), seams.layers_observed(self.coverage.carry_over):
+            with torch.no_grad(), base_view(self.model), self.layers_observed():
                 if self._depth > 1:
                     yield
                 else:

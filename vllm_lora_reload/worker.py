@@ -298,10 +298,9 @@ class TransferSessions:
         self.lora_reload.must_be_mapped()
         self.lora_reload.hold()
         opened = self.lora_reload.lifecycle.transfer is not None
-        if not opened:
-            self.lora_reload.begin_transfer()
         try:
-            super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
+            with self.lora_reload.starting_transfer():
+                super().start_weight_update(*args, **kwargs)  # type: ignore[misc]
             self.lora_reload.lifecycle.started(Transfer.MAIN)
         except BaseException:
             if not opened:  # it may have moved some layers to the meta device

@@ -500,7 +500,7 @@ def test_layers_that_a_reload_makes_are_shown_with_their_running_tensors() -> No
         assert not layer.weight.is_meta and running["zeros"] is before["1.zeros"]
         seen.append((layer, running["weight"] is before["1.weight"]))
 
-    with seams.layers_observed(made):
+    with seams.layers_observed(made, lambda tensor: False):
         load(model, ["1.weight", "1.scale", "1.zeros"], 2)
     assert seen == [(model[1], True)]
     load(model, ["0.weight", "0.scale", "0.zeros"], 2)
@@ -512,7 +512,7 @@ def test_first_load_of_a_layer_shows_nothing() -> None:
     layer = Linear()
     record_metadata_for_reloading(layer)
     get_layerwise_info(layer).load_numel_total = 1
-    with seams.layers_observed(lambda *args: pytest.fail("nothing was running")):
+    with seams.layers_observed(lambda *args: pytest.fail("nothing was running"), lambda tensor: False):
         layerwise.materialize_layer(layer, get_layerwise_info(layer))
 
 

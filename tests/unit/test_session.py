@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.support.wrapped import Block, Wrapper, nothing_to_load
 from vllm_lora_reload import AsleepError, seams, session
+from vllm_lora_reload.coverage import FirstLoad
 from vllm_lora_reload.lifecycle import State
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.settings import Settings
@@ -334,3 +335,72 @@ def test_lora_state_is_no_base_tensor(state: WorkerState, monkeypatch: pytest.Mo
     weight = state.model.up.base_layer.weight
     state.lora.storages = {storage_key(weight)}
     assert "up.weight" not in [storage.name for storage in state.base_storages()]
+
+
+class Packed(nn.Module):
+    """A fused layer whose checkpoint has a shape beside each of its two shards, the second one shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.shape = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+        vars(self.weight)["weight_loader"] = self.load_shard
+        vars(self.shape)["weight_loader"] = self.load_shard
+
+    def load_shard(self, param: torch.Tensor, loaded: torch.Tensor, shard: int) -> None:
+        (param.data if param.ndim == 1 else param.data[:4] if shard == 0 else param.data[4:]).copy_(loaded)
+
+    def load_weights(self, weights: Any) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameter, shard = name.split(".")
+            parameters[parameter].weight_loader(parameters[parameter], tensor, int(shard))
+
+
+@pytest.mark.parametrize("order", ["0 then 1", "1 then 0"])
+@pytest.mark.parametrize("begun", ["in the load", "before"])
+def test_layerwise_reload_takes_the_last_of_a_tensor_that_comes_with_every_shard(
+    monkeypatch: pytest.MonkeyPatch, begun: str, order: str
+) -> None:
+    """As the first load does: vLLM drops what comes when a layer has as many elements as it holds."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    model = Packed()
+    shards = [(f"{name}.{n}", t) for n in (0, 1) for name, t in (
+        ("weight", torch.full((4, 4) if n == 0 else (2, 4), 1.0 + n)), ("shape", torch.tensor([4 - 2 * n, 4]))
+    )]  # fmt: skip
+    shards = shards if order == "0 then 1" else [*shards[2:], *shards[:2]]
+    record_metadata_for_reloading(model)
+    first = FirstLoad(model)
+    with first.recording():
+        model.load_weights(shards)
+    with first.processing():
+        pass
+    loaded = model.shape.tolist()
+    assert loaded == ([2, 4] if order == "0 then 1" else [4, 4])
+    for part in ("LoRAState", "UnregisteredTensors", "Adapters"):
+        monkeypatch.setattr(
+            session, part, {"LoRAState": FakeLoRA, "Adapters": FakeAdapters}.get(part, FakeUnregistered)
+        )
+    manager = SimpleNamespace(_adapter_manager="manager")
+    state = WorkerState(model, manager, torch.device("cpu"), Settings(), first)
+    for parameter in model.parameters():
+        parameter.fill_(-1)
+    state.coverage.lose()
+    missing(state)
+    if begun == "before":
+        with state.starting_transfer():
+            initialize_layerwise_reload(model)
+    with state.loading(anew=True):
+        if begun == "in the load":
+            initialize_layerwise_reload(model)
+        model.load_weights(shards)
+        finalize_layerwise_reload(model, None)
+    assert state.lifecycle.state is State.COMPLETE
+    assert model.shape.tolist() == loaded
+    assert model.weight[:, 0].tolist() == [1, 1, 1, 1, 2, 2]
+    assert getattr(model.weight, "weight_loader").__name__ == "load_shard"  # noqa: B009
