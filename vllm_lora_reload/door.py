@@ -76,7 +76,7 @@ def verdict(answers: list[Any]) -> Verdict:
     The rank that shows is the one with the deepest cause (`Lifecycle.depth`), its own before that of another rank.
     """
     statuses = [answer if _is_status(answer) else _unknown(answer) for answer in answers]
-    wrong = sorted((-status["depth"], rank) for rank, status in enumerate(statuses) if status["error"])
+    wrong = sorted((-status["depth"], status["waits"], rank) for rank, status in enumerate(statuses) if status["error"])
     adapters: dict[int, tuple[bool, int, str]] = {}
     for rank, status in enumerate(statuses):
         for number, why in status["adapters"].items():
@@ -84,7 +84,7 @@ def verdict(answers: list[Any]) -> Verdict:
             adapters[int(number)] = min(adapters.get(int(number), found), found)
     several = len(statuses) > 1
     return Verdict(
-        error=_shown(wrong[0][1], statuses, len(wrong) - 1) if wrong else None,
+        error=_shown(wrong[0][2], statuses, len(wrong) - 1) if wrong else None,
         waits=all(status["waits"] for status in statuses if status["error"]),
         apart=_first(status["apart"] for status in statuses),
         adapters={number: f"rank {rank}: {why}" if several else why for number, (_, rank, why) in adapters.items()},

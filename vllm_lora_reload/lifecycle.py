@@ -78,7 +78,6 @@ class Lifecycle:
     def slept(self, level: int, error: BaseException | None = None) -> None:
         """After an `error` too nobody knows which memory is mapped."""
         self.asleep = max(self.asleep, level)
-        self.cache_asleep = max(self.cache_asleep, level)
         self.unfinished = f"{type(error).__name__}: {error}" if error is not None and self.asleep else None
         if level >= 2:
             self._missing("sleep(level=2) discarded them and nothing has loaded them since")
@@ -86,6 +85,9 @@ class Lifecycle:
     def woke(self) -> None:
         self.asleep = 0
         self.unfinished = None
+
+    def cache_slept(self, level: int) -> None:
+        self.cache_asleep = max(self.cache_asleep, level)
 
     def cache_woke(self) -> None:
         self.cache_asleep = 0

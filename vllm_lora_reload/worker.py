@@ -52,8 +52,10 @@ class LoRAReloadWorker:
                 except BaseException as error:  # vLLM asserts at the end that others have not taken what was freed
                     if begun():
                         state.slept(level, error)
+                        state.lifecycle.cache_slept(level)
                     raise
             state.slept(level)
+            state.lifecycle.cache_slept(level)
         finally:
             state.settle()
 
@@ -415,7 +417,7 @@ class DiscardsCache:
     def discard(self, tags: tuple[str, ...]) -> None:
         super().discard(tags)  # type: ignore[misc]
         if "kv_cache" in tags:
-            self.lora_reload.lifecycle.cache_asleep = max(1, self.lora_reload.lifecycle.cache_asleep)
+            self.lora_reload.lifecycle.cache_slept(1)
 
 
 class ZeroesWeights:

@@ -28,9 +28,15 @@ class Worker:
 
     def _load_adapter(self, request: Any) -> Any:
         self.read.append(request.lora_path)
+        if request.lora_path not in self.folders:
+            raise FileNotFoundError(f"{request.lora_path} is nowhere")
         made = adapter(request.lora_int_id)
         made.loras["up"].lora_a = torch.full((4,), self.folders[request.lora_path])
         return made
+
+    def staged(self, request: Any) -> Staged:
+        source = Source(request, fingerprint(request.lora_path))
+        return Staged(request.lora_name, self._load_adapter(request), source)
 
     def _apply_adapters(self, requests: Any) -> None:
         for request in requests:
@@ -51,7 +57,9 @@ class Worker:
 
 @pytest.fixture
 def manager() -> Any:
-    return make_manager()
+    made = make_manager()
+    made.packed_modules = {}
+    return made
 
 
 @pytest.fixture
@@ -100,7 +108,7 @@ def test_tensors_of_a_request_stay_the_callers(
         made.loras["up"].lora_a, made.loras["up"].lora_b, made.loras["up"].scaling = *theirs, 2.0
         return made
 
-    for given in (request(), type("Own", (type(request()),), {})(lora_name="a", lora_int_id=9, lora_path="x")):
+    for given in (request(path="x"), type("Own", (type(request()),), {})(lora_name="a", lora_int_id=9, lora_path="x")):
         mine = adapters.read(given, load)
         mine.loras["up"].optimize()
         assert theirs[0].eq(3).all() and theirs[1].eq(5).all()
@@ -118,8 +126,8 @@ def test_what_vllm_has_pinned_of_a_file_is_not_copied_again(
     load = lambda request: made  # noqa: E731
     load.__module__ = "vllm.lora.worker_manager"
     before = made.loras["up"].lora_a
-    assert adapters.read(request(), load).loras["up"].lora_a is before
-    own = type("Own", (type(request()),), {})(lora_name="a", lora_int_id=9, lora_path="x")
+    assert adapters.read(request(path="x"), load).loras["up"].lora_a is before
+    own = type("Own", (type(request(path="x")),), {})(lora_name="a", lora_int_id=9, lora_path="x")
     assert adapters.read(own, load).loras["up"].lora_a is not before
 
 
@@ -270,28 +278,46 @@ def test_pairs_of_the_configs_rank() -> None:
 # --- load_inplace -------------------------------------------------------------------------------------------------
 
 
-def steps(adapters: Adapters, flagged: Any, times: int = 3) -> None:
+def ask(adapters: Adapters, asked: Any, times: int = 3) -> None:
+    """As the engine core does with a request, and then in a step."""
     for _ in range(times):
-        adapters.worker_manager._apply_adapters({flagged})
+        if adapters.admit(asked, [asked.lora_int_id]):
+            adapters._staged["again"] = adapters.worker_manager.staged(asked)
+            adapters.commit("again")
+        plain = seams.loaded_once(asked) if seams.is_lora_request(asked) else asked
+        adapters.worker_manager._apply_adapters({plain})
 
 
 def test_load_inplace_of_a_request_alone_counts_once(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
     path = folder(adapters, tmp_path / "a", 40)
     flagged = request("policy", 9, path, inplace=True)
-    steps(adapters, flagged)
+    ask(adapters, flagged)
     assert adapters.worker_manager.read == [path] and in_slot(manager, 9) == 40
     stage(adapters, "policy", 9, 50)
     adapters.commit("policy")
-    steps(adapters, flagged)
+    ask(adapters, flagged)
     assert adapters.worker_manager.read == [path] and in_slot(manager, 9) == 50
     assert flagged.load_inplace, "it is not ours"
     other = folder(adapters, tmp_path / "b", 60)
-    steps(adapters, request("policy", 9, other, inplace=True))
+    ask(adapters, request("policy", 9, other, inplace=True))
     assert adapters.worker_manager.read == [path, other] and in_slot(manager, 9) == 60
+    third = folder(adapters, tmp_path / "c", 70)
+    stage(adapters, "policy", 9, 70, third)
+    adapters.commit("policy")
+    ask(adapters, request("policy", 9, other, inplace=True))
+    assert in_slot(manager, 9) == 70, "an update from another folder came after it"
+
+
+def test_load_inplace_reads_again_what_has_changed(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
+    for value in (40, 41):
+        path = folder(adapters, tmp_path / "a", value)
+        ask(adapters, request("policy", 9, path, inplace=True))
+        assert in_slot(manager, 9) == value
+    assert adapters.worker_manager.read == [path, path]
 
 
 def test_load_inplace_over_what_is_there_counts_once(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
-    steps(adapters, request("two", 2, folder(adapters, tmp_path / "a", 40), inplace=True))
+    ask(adapters, request("two", 2, folder(adapters, tmp_path / "a", 40), inplace=True))
     assert len(adapters.worker_manager.read) == 1 and in_slot(manager, 2) == 40
 
 
@@ -300,20 +326,21 @@ def test_load_inplace_of_add_lora_counts_each_time(adapters: Adapters, manager: 
     for value in (40.0, 41.0):
         folder(adapters, tmp_path / "a", value)
         adapters.worker_manager.add_adapter(request("policy", 9, path, inplace=True))
-        steps(adapters, request("policy", 9, path, inplace=True))
+        ask(adapters, request("policy", 9, path, inplace=True))
         assert in_slot(manager, 9) == value
     assert len(adapters.worker_manager.read) == 2
 
 
 def test_load_inplace_whose_files_are_gone(adapters: Adapters, manager: Any) -> None:
-    steps(adapters, request("two", 2, "/nowhere", inplace=True))
+    ask(adapters, request("two", 2, "/nowhere", inplace=True))
     assert adapters.worker_manager.read == [] and in_slot(manager, 2) == 2
 
 
 def test_frameworks_own_request_may_bring_tensors_each_time(adapters: Adapters) -> None:
     own = type("Own", (type(request()),), {})(lora_name="a", lora_int_id=9, lora_path="x", load_inplace=True)
     adapters.worker_manager.folders["x"] = 1
-    steps(adapters, own)
+    for _ in range(3):
+        adapters.worker_manager._apply_adapters({own})
     assert adapters.worker_manager.read == ["x"] * 3
 
 
@@ -330,29 +357,34 @@ def test_requests_that_run_outlive_their_adapter(
     stage(adapters, "policy", 9, 40, path)
     adapters.commit("policy")
     running = request(path=path or "")
+    assert adapters.admit(running, []) is False and adapters.held() == [9]
     if path:
         (tmp_path / "a" / "adapter_config.json").unlink()
-    assert adapters.lacks(9, "policy", running.lora_path) is None
+        del adapters.worker_manager.folders[path]
     if by == "remove":
         adapters.worker_manager.remove_adapter(9)
+        assert adapters.held() == []
     else:
         for number in (21, 22, 23, 24, 25):
             stage(adapters, f"other {number}", number)
             adapters.commit(f"other {number}")
     assert 9 not in seams.registered(manager)
-    if by == "remove" or path:
-        why = adapters.lacks(9, "policy", running.lora_path)
-        assert why is not None and ("has no files in" if path else "it came as tensors and was removed") in why
-    steps(adapters, running)
-    assert adapters.worker_manager.read == [] and in_slot(manager, 9) == 40
+    adapters.worker_manager._apply_adapters({running})
+    assert in_slot(manager, 9) == 40, "a step has what its request was let in for"
+    if by == "remove":
+        with pytest.raises(Exception, match="nowhere" if path else "it came as tensors and was removed"):
+            adapters.admit(running, [9])
+        adapters.worker_manager._apply_adapters({running})
+        assert in_slot(manager, 9) == 40
 
 
 def test_adapters_that_leave_do_not_pile_up(adapters: Adapters, manager: Any) -> None:
     for number in range(100, 150):
         stage(adapters, f"step {number}", number)
         adapters.commit(f"step {number}")
+        adapters.admit(request(f"step {number}", number), [])
         adapters.worker_manager.remove_adapter(number)
-    assert sorted(adapters._leaving) == list(range(150 - manager.capacity, 150))
+    assert len(adapters._held) <= manager.capacity + 1
     assert adapters._without_files == {} and adapters._homes == {} and adapters.numbers == {}
 
 
@@ -373,14 +405,14 @@ def test_an_adapter_that_was_updated_from_a_folder_is_read_from_there(
 ) -> None:
     """Also by requests that know its old one."""
     old, new = folder(adapters, tmp_path / "old", 40), folder(adapters, tmp_path / "new", 50)
-    steps(adapters, request("policy", 9, old), times=1)
+    ask(adapters, request("policy", 9, old), times=1)
     stage(adapters, "policy", 9, 50, new)
     adapters.commit("policy")
     manager.remove_adapter(9)  # as by eviction
-    steps(adapters, request("policy", 9, old), times=1)
+    ask(adapters, request("policy", 9, old), times=1)
     assert in_slot(manager, 9) == 50
     adapters.worker_manager.remove_adapter(9)
-    steps(adapters, request("policy", 9, old), times=1)
+    ask(adapters, request("policy", 9, old), times=1)
     assert in_slot(manager, 9) == 40, "the user has removed it, and it means its files again"
 
 

@@ -12,11 +12,11 @@ from vllm.v1.engine import FinishReason
 
 from vllm_lora_reload import AdapterMissingError, WeightsMissingError, door, lifecycle, seams
 
-COMPLETE = {"state": "complete", "error": None, "waits": False, "adapters": {}}
-MISSING = {"state": "missing", "error": "base weights are missing: told so", "waits": False, "adapters": {}}
-ASLEEP = {"state": "discarded", "error": "the engine sleeps at level 2", "waits": False, "adapters": {}}
-OFFLOADED = {"state": "offloaded", "error": "the engine sleeps at level 1", "waits": True, "adapters": {}}
-ELSEWHERE = MISSING | {"error": "base weights are missing: another rank has none"}
+COMPLETE = {"state": "complete", "error": None, "waits": False, "depth": 0, "apart": None, "adapters": {}}
+MISSING = COMPLETE | {"state": "missing", "error": "base weights are missing: told so", "depth": 1}
+ASLEEP = COMPLETE | {"state": "discarded", "error": "the engine sleeps at level 2", "depth": 2}
+OFFLOADED = COMPLETE | {"state": "offloaded", "error": "the engine sleeps at level 1", "waits": True, "depth": 2}
+ELSEWHERE = MISSING | {"error": "base weights are missing: another rank has none", "depth": 0}
 ASK, ADMIT = "lora_reload_status", "lora_reload_admit"
 
 
@@ -189,9 +189,9 @@ def test_a_question_that_fails_ends_no_core(core: Any) -> None:
     [
         ([COMPLETE, MISSING], f"rank 1: {MISSING['error']}"),
         ([MISSING, MISSING, COMPLETE], f"rank 0: {MISSING['error']} (and 1 more ranks)"),
-        ([ASLEEP, MISSING], f"rank 1: {MISSING['error']} (and 1 more ranks)"),
+        ([MISSING, ASLEEP], f"rank 1: {ASLEEP['error']} (and 1 more ranks)"),
         ([ELSEWHERE, MISSING], f"rank 1: {MISSING['error']} (and 1 more ranks)"),
-        ([ASLEEP, ELSEWHERE], f"rank 1: {ELSEWHERE['error']} (and 1 more ranks)"),
+        ([ELSEWHERE, ASLEEP], f"rank 1: {ASLEEP['error']} (and 1 more ranks)"),
         ([OFFLOADED, ASLEEP], f"rank 1: {ASLEEP['error']} (and 1 more ranks)"),
     ],
 )

@@ -9,8 +9,8 @@ from vllm_lora_reload.lifecycle import Lifecycle, State
 
 ERROR = OSError("shard 2 is cut off")
 STEPS: dict[str, Callable[[Lifecycle], None]] = {
-    "sleep 1": lambda lifecycle: lifecycle.slept(1),
-    "sleep 2": lambda lifecycle: lifecycle.slept(2),
+    "sleep 1": lambda lifecycle: (lifecycle.slept(1), lifecycle.cache_slept(1))[0],
+    "sleep 2": lambda lifecycle: (lifecycle.slept(2), lifecycle.cache_slept(2))[0],
     "wake": lambda lifecycle: (lifecycle.woke(), lifecycle.cache_woke())[0],
     "wake weights": Lifecycle.woke,
     "load": Lifecycle.loaded,

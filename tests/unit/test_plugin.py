@@ -43,6 +43,7 @@ def _light_core(self: Any, vllm_config: Any) -> None:
 
 def _light_engine(self: Any, vllm_config: Any) -> None:
     self.vllm_config, self.output_processor = vllm_config, Part()
+    self.engine_core = SimpleNamespace(add_request=None, add_request_async=None)
 
 
 @pytest.fixture(autouse=True)

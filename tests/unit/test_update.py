@@ -246,7 +246,7 @@ def test_a_name_for_each_of_many_steps_leaves_nothing_behind(monkeypatch: pytest
     for step in range(6_000):
         done = update_adapter(workers, f"step {step}", path="/somewhere")
         seen.add(done.lora_int_id)
-        guard.removed(workers, done.lora_int_id)
+        guard.prefixes.removed(done.lora_int_id)
     assert len(seen) == 6_000 and guard.reserved == {} and len(guard.prefixes._names) <= 4096
 
 
