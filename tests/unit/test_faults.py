@@ -1,7 +1,5 @@
 """Faults that reviews found: failures between the chunks of a transfer, races, second views of a storage."""
 
-import abc
-import asyncio
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from tests.support.wrapped import Block
-from vllm_lora_reload import WeightsMissingError, client, seams, session
+from vllm_lora_reload import seams, session
 from vllm_lora_reload.session import WorkerState
 from vllm_lora_reload.settings import Settings
 from vllm_lora_reload.tensors import UnregisteredTensors, whole_storage

@@ -138,7 +138,8 @@ def test_a_config_that_is_none_has_no_settings(harm: Callable[[Path], None], tmp
     path.parent.mkdir()
     harm(path)
     assert in_time(lambda: diagnosis.adapter_rank(str(path.parent))) is None
-    assert in_time(lambda: diagnosis.special_settings(str(path.parent))) == set()
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
+        in_time(lambda: diagnosis.peft_config(str(path.parent)))
 
 
 @pytest.mark.parametrize("harm", [odd_files.fifo, odd_files.folder, odd_files.sparse])
