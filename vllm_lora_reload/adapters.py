@@ -7,7 +7,7 @@ that were assigned while their memory was unmapped, and adapters that could not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +79,9 @@ class Adapters:
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
     _staged: dict[str, Staged] = field(default_factory=dict)
+    _held: dict[int, Any] = field(default_factory=dict)  # those that the engine core counts on
+    _being_read: Any = None
+    _removed: set[int] = field(default_factory=set)  # by the user, while requests needed them
 
     def __post_init__(self) -> None:
         for manager, mixin in ((self.worker_manager, ReadsAdapters), (self.manager, AssignsSlots)):
@@ -94,7 +97,14 @@ class Adapters:
         if number in self._without_files and not getattr(request, "load_inplace", False):
             return self._without_files[number]
         files = fingerprint(request.lora_path)
-        adapter = self._read(request, load)
+        try:
+            adapter = self._read(request, load)
+        except Exception:  # removed, or evicted and its files gone, while a request needs it
+            if number in self._held and not getattr(request, "load_inplace", False):
+                return self._held[number]
+            raise
+        self._being_read = adapter
+        self._removed.discard(number)
         self._name(request.lora_name, number)
         registered = seams.registered(self.manager)
         self._sources = {each: source for each, source in self._sources.items() if each in registered}
@@ -126,10 +136,73 @@ class Adapters:
 
     def merged(self, adapter: Any) -> bool:
         """Whether an adapter already has the form that slots take, so that it must not be merged again."""
-        return self._without_files.get(adapter.id) is adapter
+        return self._without_files.get(adapter.id) is adapter or self._held.get(adapter.id) is adapter
+
+    def was_merged(self, adapter: Any) -> None:
+        """What vLLM read again because it had evicted it is held in the place of what it read before."""
+        if adapter is self._being_read:
+            self._being_read = None
+            if adapter.id in self._held:
+                self._held[adapter.id] = adapter
+
+    # --- Requests ---------------------------------------------------------------------------------------------
+
+    def admit(self, request: Any, live: Collection[int]) -> bool:
+        """Have a request's adapter in the host registry, and hold it until the next call, whatever vLLM evicts.
+
+        Args:
+            request: the ``LoRARequest``.
+            live: ids of the adapters that requests need: they are held on.
+
+        Returns:
+            Whether it is there, but the request wants its files read again and they are not those that were read.
+
+        Raises:
+            Exception: it cannot be read, or does not fit.
+        """
+        registered = seams.registered(self.manager)
+        self._held = {number: held for number, held in self._held.items() if number in live or number in registered}
+        for gone in self._removed - set(live):
+            self._removed.discard(gone)
+            self.worker_manager.remove_adapter(gone)
+        number = request.lora_int_id
+        registered = seams.registered(self.manager)
+        if number not in registered or number in self._removed:
+            adapter = self._removed_or_read(request)
+            if not self.merged(adapter):
+                with self.with_modules():
+                    seams.merge_packed_modules(self.manager, adapter)
+            with self.with_modules():
+                self._dry_run(0, adapter, strict=False)
+            seams.register_adapter(self.manager, adapter)
+            registered = seams.registered(self.manager)
+        self._held[number] = registered[number]
+        source = self._sources.get(number)
+        if not getattr(request, "load_inplace", False) or source is None:
+            return False
+        now = fingerprint(request.lora_path)
+        return bool(now) and now != source.files
+
+    def held(self) -> list[int]:
+        """Ids of the adapters that a step will find."""
+        return [number for number in self._held if number not in self._removed]
+
+    def _removed_or_read(self, request: Any) -> Any:
+        if request.lora_int_id in self._removed:
+            # What is held serves requests that were let in before, not this one.
+            held = self._held.pop(request.lora_int_id, None)
+            try:
+                return self.worker_manager._load_adapter(request)
+            except Exception:
+                if held is not None:
+                    self._held[request.lora_int_id] = held
+                raise
+        return self.worker_manager._load_adapter(request)
 
     def forget(self, number: int) -> None:
-        """The user has removed the adapter."""
+        """The user has removed the adapter. Requests that need it go on with it, no other is let in."""
+        if number in self._held:
+            self._removed.add(number)
         for table in (self._sources, self._without_files, self.broken):
             table.pop(number, None)
 
@@ -313,6 +386,9 @@ class Adapters:
             self._sources[number] = staged.source
             self._without_files.pop(number, None)
         self.broken.pop(number, None)
+        self._removed.discard(number)
+        if number in self._held:
+            self._held[number] = staged.adapter
         slots = seams.slots(self.manager)
         if number not in slots:
             if activate:
@@ -362,6 +438,7 @@ class AssignsSlots:
         if not self.lora_reload.merged(lora_model):
             with self.lora_reload.with_modules():
                 super()._create_merged_loras_inplace(lora_model)  # type: ignore[misc]
+            self.lora_reload.was_merged(lora_model)
 
 
 def _owned(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -46,12 +46,20 @@ class Lifecycle:
         unfinished: the error with which the sleep ended, in words.
         reason: why base weights are missing, in words for the person who reads the error.
         transfer: the session that is open.
+        cache_asleep: the level of the sleep that the KV cache has not woken from, 0 if it is awake.
     """
 
     asleep: int = 0
     unfinished: str | None = None
     reason: str | None = None
     transfer: Transfer | None = None
+    cache_asleep: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests cannot be answered now, but all that is needed is that a sleep at level 1 ends."""
+        levels = {self.asleep, self.cache_asleep} - {0}
+        return levels == {1} and not self.unfinished and not self.reason
 
     @property
     def state(self) -> State:
@@ -64,6 +72,7 @@ class Lifecycle:
     def slept(self, level: int, error: BaseException | None = None) -> None:
         """After an `error` too nobody knows which memory is mapped."""
         self.asleep = max(self.asleep, level)
+        self.cache_asleep = max(self.cache_asleep, level)
         self.unfinished = f"{type(error).__name__}: {error}" if error is not None and self.asleep else None
         if level >= 2:
             self.reason = "sleep(level=2) discarded them and nothing has loaded them since"
@@ -71,6 +80,9 @@ class Lifecycle:
     def woke(self) -> None:
         self.asleep = 0
         self.unfinished = None
+
+    def cache_woke(self) -> None:
+        self.cache_asleep = 0
 
     def loaded(self, missing: Sequence[str] = (), total: int = 0) -> None:
         """A load has ended well; `missing` names what nothing has written since level 2, of `total` tensors."""
@@ -104,6 +116,8 @@ class Lifecycle:
         if self.asleep:
             return f'the engine sleeps at level {self.asleep}. Call wake_up(["weights"]), then ask again.'
         if self.reason is None:
+            if self.cache_asleep:
+                return 'the KV cache sleeps. Call wake_up(["kv_cache"]), then ask again.'
             return None
         return (
             f"base weights are missing: {self.reason}. Load them with "

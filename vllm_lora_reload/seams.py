@@ -15,9 +15,10 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from .errors import SeamMissingError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _HOOK = "__lora_reload_hook__"
+_ENGINE = "vllm.v1.engine"
 _PARALLEL = "vllm.distributed.parallel_state"
 _LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -59,6 +61,7 @@ WORKER = ("vllm.v1.worker.worker_base", "WorkerBase")
 OFFLINE_ENGINE = ("vllm.v1.engine.llm_engine", "LLMEngine")
 ASYNC_ENGINE = ("vllm.v1.engine.async_llm", "AsyncLLM")
 EXECUTOR = ("vllm.v1.executor.abstract", "Executor")
+ENGINE_CORE = ("vllm.v1.engine.core", "EngineCore")
 
 
 def worker_class() -> Any:
@@ -92,11 +95,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None], needed: bool = True) -> None:
+def hook_constructor(
+    seam: tuple[str, str], hook: Callable[[Any], None], needed: bool = True, late: str | None = None
+) -> None:
     """Call ``hook(obj)`` for every object of the class `seam`, from when its module is imported; import nothing now.
 
     Args:
         needed: whether LoRA is refused without the class.
+        late: a method of its subclasses, before which the hook is called too: a constructor that loads plugins itself
+            is running when it is hooked. The hook is to bear a second call.
 
     Raises:
         SeamMissingError: it is needed, and the module is imported and lacks the class, or does not exist.
@@ -105,13 +112,20 @@ def hook_constructor(seam: tuple[str, str], hook: Callable[[Any], None], needed:
 
     def install() -> None:
         try:
-            after_init(_find(module, name), hook)
+            attach()
         except SeamMissingError as missing:
             if needed:
                 refuse_lora(missing)
 
+    def attach() -> None:
+        cls = _find(module, name)
+        after_init(cls, hook)
+        for each in vars(sys.modules[module]).values():
+            if late and isinstance(each, type) and issubclass(each, cls) and late in vars(each):
+                _before(each, late, hook)
+
     if needed and (module in sys.modules or importlib.util.find_spec(module) is None):
-        after_init(_find(module, name), hook)
+        attach()
     elif module in sys.modules:
         install()
     elif not any(isinstance(finder, _AfterImport) and finder._module == module for finder in sys.meta_path):
@@ -168,16 +182,45 @@ def after_init(cls: Any, hook: Callable[[Any], None]) -> None:
     cls.__init__ = __init__
 
 
+def _before(cls: Any, method: str, hook: Callable[[Any], None]) -> None:
+    """Call ``hook(obj)`` before ``obj.method()``. A second call for the same class changes nothing."""
+    function = vars(cls)[method]
+    if hasattr(function, _HOOK):
+        return
+
+    @functools.wraps(function)
+    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook(self)
+        return function(self, *args, **kwargs)
+
+    setattr(hooked, _HOOK, hook)
+    setattr(cls, method, hooked)
+
+
 def extend(obj: Any, mixin: type) -> None:
     """Put `mixin` in front of the class of this one object, as vLLM itself does with ``worker_extension_cls``.
 
-    Works for every subclass that a platform or a framework brings, and touches no other engine in the process.
+    Works for every subclass that a platform or a framework brings, and touches no other engine in the process. What is
+    overridden keeps the signature and the text that `inspect` finds: frameworks decide by them what an engine can do.
     """
     cls = type(obj)
     if not issubclass(cls, mixin):
-        obj.__class__ = type(
-            cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        )
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        obj.__class__ = type(cls.__name__, (mixin, cls), names | _overriding(mixin, cls))
+
+
+def _overriding(mixin: type, cls: type) -> dict[str, Any]:
+    """The functions of `mixin` that stand for functions of `cls`, looking like these."""
+    found: dict[str, Any] = {}
+    for name, function in vars(mixin).items():
+        original = getattr(cls, name, None)
+        if isinstance(function, FunctionType) and isinstance(original, FunctionType) and not name.startswith("__"):
+            own = FunctionType(
+                function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+            )
+            own.__kwdefaults__ = function.__kwdefaults__
+            found[name] = functools.update_wrapper(own, original)
+    return found
 
 
 # --- Executor -----------------------------------------------------------------------------------------------------
@@ -215,6 +258,104 @@ def calls_observed(executor: Any, queues_of_call: Callable[[Collection[int]], Se
 def is_failure(reply: Any) -> bool:
     """Whether a worker's reply to a call says that it raised an error."""
     return isinstance(reply, tuple) and getattr(reply[0], "name", None) == "FAILURE"
+
+
+# --- Engine core --------------------------------------------------------------------------------------------------
+
+
+def worker_calls_observed(core: Any, called: Callable[[Any], None]) -> None:
+    """Call ``called(method)`` after every call of the workers that an engine core's executor makes, from now on."""
+    executor = core.model_executor
+    call = executor.collective_rpc
+
+    @functools.wraps(call)
+    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(method, *args, **kwargs)
+        finally:
+            called(method)
+
+    executor.collective_rpc = collective_rpc
+
+
+def steps_guarded(core: Any, before: Callable[[], dict[int, Any]]) -> None:
+    """Call ``before()`` before every step of an engine core. Where it has outputs for clients, they are the step's."""
+    step = core.step_fn
+
+    @functools.wraps(step)
+    def step_fn() -> Any:
+        outputs = before()
+        return (outputs, False) if outputs else step()
+
+    core.step_fn = step_fn
+
+
+def requests(core: Any) -> list[Any]:
+    """An engine core's requests that are not finished, running or not."""
+    return [request for request in core.scheduler.requests.values() if not request.is_finished()]
+
+
+def will_run(core: Any) -> bool:
+    """Whether an engine core's next step can run requests: while the scheduler is paused those that wait do not."""
+    return bool(core.scheduler.has_unfinished_requests())
+
+
+def has_clients(core: Any) -> bool:
+    """Whether an engine core answers by outputs alone, being in a process of its own."""
+    return hasattr(core, "output_queue")
+
+
+def queues_requests(core: Any) -> bool:
+    """Whether vLLM lets requests wait now, for someone who can wake the engine meanwhile."""
+    paused = getattr(core, "is_scheduler_paused", None)  # from 0.17
+    return has_clients(core) and paused is not None and bool(paused())
+
+
+def in_lockstep(core: Any) -> bool:
+    """Whether an engine core steps together with those of other data parallel ranks."""
+    return hasattr(core, "dp_group")
+
+
+def end_requests(core: Any, ids: list[str]) -> None:
+    """Take requests out of an engine core; those that it does not know, too."""
+    core.scheduler.finish_requests(ids, _find("vllm.v1.request", "RequestStatus").FINISHED_ERROR)
+
+
+def failed_outputs(failed: Iterable[tuple[int, str, str]]) -> dict[int, Any]:
+    """``EngineCoreOutputs`` by client for requests that failed, given as client, id and text for ``stop_reason``."""
+    output = _find(_ENGINE, "EngineCoreOutput")
+    reason = _find(_ENGINE, "FinishReason").ERROR
+    by_client: dict[int, list[Any]] = {}
+    for client, number, text in failed:
+        by_client.setdefault(client, []).append(output(number, [], finish_reason=reason, stop_reason=text))
+    make = _find(_ENGINE, "EngineCoreOutputs")
+    return {
+        client: make(outputs=outputs, finished_requests={each.request_id for each in outputs})
+        for client, outputs in by_client.items()
+    }
+
+
+def send_outputs(core: Any, outputs: dict[int, Any]) -> None:
+    """To the clients of an engine core in a process of its own."""
+    for item in outputs.items():
+        core.output_queue.put_nowait(item)
+
+
+# --- Front end ----------------------------------------------------------------------------------------------------
+
+
+def drop_request(processor: Any, request_id: str) -> tuple[list[str], Any]:
+    """Take a request, and what else was made of the same prompt, out of an output processor.
+
+    Returns:
+        Ids to take out of the engine core, and the queue of whoever waits for answers, or None.
+    """
+    state = processor.request_states.get(request_id)
+    if state is None:
+        return [], None
+    parent = state.parent_req
+    ids = list(processor.abort_requests([parent.request_id if parent else request_id], internal=True))
+    return ids, state.queue
 
 
 # --- Model loader -------------------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class LoRAReloadWorker:
         weights = tags is None or "weights" in tags
         try:
             super().wake_up(tags)  # type: ignore[misc]
+            if tags is None or "kv_cache" in tags:
+                state.lifecycle.cache_woke()
         except Exception:  # a trainer has the memory still, say
             if weights:
                 state.absent()
@@ -88,7 +90,8 @@ class LoRAReloadWorker:
         """For ``collective_rpc``: how this rank stands.
 
         Returns:
-            ``state``; ``error``, what every request is told now, or None; ``adapters``, what requests for an adapter
+            ``state``; ``error``, what every request is told now, or None; ``waits``, whether that is only a sleep at
+            level 1, which loses nothing; ``adapters``, what requests for an adapter
             are told, by id; ``snapshot``, see `lora_reload_take_snapshot`, or None without ``snapshot_dir``;
             ``replay``, see `LoadPlan.state`, or None where it is switched off;
             ``last_restore``, how this package brought the base weights back after level 2, or None: ``source``
@@ -99,6 +102,7 @@ class LoRAReloadWorker:
         return {
             "state": state.lifecycle.state.value,
             "error": state.lifecycle.error(),
+            "waits": state.lifecycle.waits,
             "adapters": {str(number): why for number, why in state.adapters.broken.items()},
             "snapshot": state.keeper.state() if state.keeper is not None else None,
             "replay": state.plan.state() if state.plan is not None else None,
@@ -133,6 +137,25 @@ class LoRAReloadWorker:
     def lora_reload_adapters(self) -> dict[str, dict[str, int]]:
         """For ``collective_rpc``: ``lora_int_id`` and ``version`` of every adapter that was ever known, by name."""
         return self.lora_reload.adapters.known()
+
+    def lora_reload_admit(self, lora_request: Any, live: list[int]) -> dict[str, Any]:
+        """For ``collective_rpc``: have the adapter of a request in host memory, so that no step has to look for it.
+
+        Args:
+            lora_request: the ``LoRARequest``.
+            live: ids of the adapters of all requests in the engine. These stay at hand, also when they are removed.
+
+        Returns:
+            ``why`` it cannot be had, or None; ``changed``, whether it is there, but the request wants its files read
+            again and they are not those that were read; ``held``, ids of all adapters that stay at hand until the next
+            call.
+        """
+        adapters, why, changed = self.lora_reload.adapters, None, False
+        try:
+            changed = adapters.admit(lora_request, live)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        return {"why": why, "changed": changed, "held": adapters.held()}
 
     def lora_reload_stage_adapter(
         self,
@@ -294,6 +317,17 @@ class DraftSessions:
         self.lora_reload.lifecycle.transfer = Transfer.DRAFT
 
 
+class DiscardsCache:
+    """Where a worker can be told to give up the KV cache alone (from 0.32)."""
+
+    lora_reload: WorkerState
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        super().discard(tags)  # type: ignore[misc]
+        if "kv_cache" in tags:
+            self.lora_reload.lifecycle.cache_asleep = max(1, self.lora_reload.lifecycle.cache_asleep)
+
+
 class ZeroesWeights:
     """Where a worker can be told to zero its weights (from 0.32)."""
 
@@ -322,6 +356,8 @@ def extend(worker: Any) -> None:
         mixins.append(SingleShotTransfer)
     if hasattr(worker, "start_draft_weight_update"):
         mixins.append(DraftSessions)
+    if hasattr(worker, "discard"):
+        mixins.append(DiscardsCache)
     if hasattr(worker, "reset_weights"):
         mixins.append(ZeroesWeights)
     for mixin in mixins:

@@ -480,16 +480,16 @@ def test_on_missing_reload(engine: Engine) -> None:
 
 
 def test_on_missing_warn(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from vllm_lora_reload import client
+    from vllm_lora_reload import door
 
-    monkeypatch.setattr(engine.llm.llm_engine.lora_reload, "warn_only", True)
-    monkeypatch.setattr(client.logger, "propagate", True)
-    monkeypatch.setattr(client.logger, "parent", None)
-    client.logger.addHandler(caplog.handler)
+    monkeypatch.setattr(engine.llm.llm_engine.engine_core.engine_core.lora_reload, "warn_only", True)
+    monkeypatch.setattr(door.logger, "propagate", True)
+    monkeypatch.setattr(door.logger, "parent", None)
+    door.logger.addHandler(caplog.handler)
     # Not after a sleep: NaN in the KV cache would outlast the test.
     engine.worker.lora_reload.lifecycle.load_failed(OSError("the trainer went away"), wrote=True)
     assert engine.ask("base") == {"base": engine.before["base"]}
-    client.logger.removeHandler(caplog.handler)
+    door.logger.removeHandler(caplog.handler)
     assert "Answering although rank 0: base weights are missing" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,33 @@ def test_refusal_and_recovery(tmp_path: Path) -> None:
         assert_refused(ask(server), "sleep(level=2) discarded them")
         assert server.get("/health").status == 200
         assert server.post("/collective_rpc", method="reload_weights").status == 200
+        assert texts(ask(server)) == before
+
+        # What waits over level 1 is answered.
+        assert server.post("/sleep?level=1").status == 200
+        with ThreadPoolExecutor() as clients:
+            waiting = clients.submit(server.complete, "adapter", PROMPTS[0])
+            assert server.post("/collective_rpc", method="lora_reload_status").status == 200
+            assert server.post("/wake_up").status == 200
+            assert waiting.result().json["choices"][0]["text"] == before["completion, adapter, whole"]
+
+        # Weights alone are not enough.
+        for path in ("/sleep?level=2", "/wake_up?tags=weights"):
+            assert server.post(path).status == 200
+        assert server.post("/collective_rpc", method="reload_weights").status == 200
+        refused = server.complete("base", PROMPTS[0])
+        assert refused.status == 400 and 'wake_up(["kv_cache"])' in refused.json["error"]["message"], refused
+        assert server.post("/wake_up?tags=kv_cache").status == 200
+
+        # An adapter that is gone is an error of its own requests.
+        (tmp_path / "adapter").rename(tmp_path / "away")
+        assert server.post("/collective_rpc", method="remove_lora", args=[1]).status == 200
+        for more in ({}, {"n": 2, "temperature": 1}):
+            refused = server.complete("adapter", PROMPTS[0], **more)
+            assert refused.status == 400, refused
+            assert "adapter 'adapter' is not there" in refused.json["error"]["message"], refused
+        assert server.get("/health").status == 200
+        (tmp_path / "away").rename(tmp_path / "adapter")
         assert texts(ask(server)) == before
 
         # A load that fails is an error of that call, and no more than that.

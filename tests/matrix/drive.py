@@ -98,7 +98,7 @@ class Case:
         try:
             with set_current_vllm_config(self.config):
                 self.worker.sleep(2)
-                self.worker.wake_up(["weights"])
+                self.worker.wake_up(["weights", "kv_cache"])
                 load(self)
             now = self.worker.pool_digests()
             differ = [name for name, digest in self.digests.items() if now[name] != digest]
@@ -172,7 +172,7 @@ def restore_snapshot(case: Case) -> None:
         keeper = take_snapshot(case.worker, Path(folder))
         try:
             case.worker.sleep(2)
-            case.worker.wake_up(["weights"])
+            case.worker.wake_up(["weights", "kv_cache"])
             if not state.last_restore or state.last_restore["source"] != "snapshot":
                 raise RuntimeError("the snapshot was not used")
         finally:

@@ -423,7 +423,7 @@ def cycle(vllm_config: Any, tensors: dict[str, torch.Tensor], mode: str, way: st
             take_snapshot(worker, Path(snapshots.name))
     worker.sleep(level=2)
     try:
-        worker.wake_up(["weights"])
+        worker.wake_up(["weights", "kv_cache"])
         with set_current_vllm_config(vllm_config), _unset_memory_marked():
             if way == "disk":
                 runner.reload_weights()

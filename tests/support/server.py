@@ -136,7 +136,7 @@ class Server:
 
     def complete(self, model: str, prompt: str, **more: Any) -> Answer:
         """Sixteen greedy tokens that continue `prompt`."""
-        return self.post("/v1/completions", model=model, prompt=prompt, **GREEDY, **more)
+        return self.post("/v1/completions", model=model, prompt=prompt, **GREEDY | more)
 
     def chat(self, model: str, prompt: str, **more: Any) -> Answer:
         """Sixteen greedy tokens that answer `prompt`."""

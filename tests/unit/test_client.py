@@ -1,50 +1,94 @@
-"""The front end's guard: asks once after anything that can matter, refuses while weights are missing, else nothing."""
+"""The front end: a refusal reaches whoever asked, as an error; signatures stay vLLM's."""
 
 import abc
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_lora_reload import LoRAReloadError, WeightsMissingError, client, seams
+from vllm_lora_reload import AdapterMissingError, LoRAReloadError, WeightsMissingError, client, door, runner, seams
+from vllm_lora_reload import worker as worker_module
 
-COMPLETE = {"state": "complete", "error": None, "adapters": {}}
-MISSING = {"state": "missing", "error": "base weights are missing: told so", "adapters": {}}
+COMPLETE = {"state": "complete", "error": None, "waits": False, "adapters": {}}
+ASLEEP = {"state": "offloaded", "error": "the engine sleeps at level 1", "waits": True, "adapters": {}}
+
+
+@dataclass
+class State:
+    """Of one request in an output processor."""
+
+    request_id: str
+    queue: Any = None
+    parent_req: Any = None
+
+
+@dataclass
+class Processor:
+    """Of outputs, as vLLM's; children of a prompt are named after their parent."""
+
+    request_states: dict[str, State] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+
+    def abort_requests(self, ids: list[str], internal: bool) -> list[str]:
+        assert internal
+        gone = [each for each in self.request_states if each in ids or each.partition("/")[0] in ids]
+        return [self.request_states.pop(each).request_id for each in gone]
+
+    def process_outputs(self, outputs: list[Any]) -> Any:
+        self.seen += [output.request_id for output in outputs]
+        for output in outputs:
+            self.request_states.pop(output.request_id)
+        return SimpleNamespace(request_outputs=list(outputs), reqs_to_abort=[])
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.request_states)
 
 
 class Engine:
-    """A front end that notes its calls; `statuses` is what the workers answer."""
+    """An offline front end; its core answers what `outputs` holds."""
 
     vllm_config = SimpleNamespace(additional_config={})
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.statuses: Any = [COMPLETE]
+        self.output_processor = Processor()
+        self.outputs: list[Any] = []
+        self.aborted: list[str] = []
+        self.calls: list[str] = []
+        self.statuses: list[Any] = [COMPLETE]
+        self.error: Exception | None = None
+        self.engine_core: Any = SimpleNamespace(abort_requests=self.aborted.extend)
 
-    def add_request(self, request_id: str, *, priority: int = 0) -> str:
-        self.calls.append(("add", request_id, priority))
-        return f"added {request_id}"
+    def add_request(self, request_id: str, n: int = 1) -> str:
+        parent = SimpleNamespace(request_id=request_id)
+        for number in range(n):
+            name = f"{request_id}/{number}" if n > 1 else request_id
+            self.output_processor.request_states[name] = State(name, None, parent if n > 1 else None)
+        if self.error:
+            raise self.error
+        return request_id
 
-    def sleep(self, level: int = 1) -> str:
-        self.calls.append(("sleep", level))
-        return "asleep"
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.has_unfinished_requests()
 
-    def wake_up(self, tags: list[str] | None = None) -> str:
-        self.calls.append(("wake", tags))
-        return "awake"
+    def step(self) -> Any:
+        outputs, self.outputs = self.outputs, []
+        return [each.request_id for each in self.output_processor.process_outputs(outputs).request_outputs]
 
-    def add_lora(self, lora_request: Any) -> bool:
-        self.calls.append(("add lora", lora_request.lora_int_id))
-        return True
+    def sleep(self, level: int = 1, mode: str = "abort") -> str:
+        return f"slept {level} {mode}"
 
-    def collective_rpc(self, method: str, timeout: float | None = None) -> Any:
-        self.calls.append(("rpc", method, timeout) if timeout else ("rpc", method))
-        if isinstance(self.statuses, Exception):
-            raise self.statuses
-        return self.statuses if method == "lora_reload_status" else f"did {method}"
+    def collective_rpc(self, method: str) -> Any:
+        self.calls.append(method)
+        return self.statuses
 
 
 class EngineClient(abc.ABC):  # noqa: B024
@@ -52,189 +96,133 @@ class EngineClient(abc.ABC):  # noqa: B024
 
 
 class AsyncEngine(EngineClient):
-    """The same as `Engine`, all of it asynchronous."""
-
-    vllm_config = Engine.vllm_config
-
     def __init__(self) -> None:
-        self.sync = Engine()
+        self.vllm_config, self.output_processor = Engine.vllm_config, Processor()
 
-    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        return self.sync.add_request(*args, **kwargs)
-
-    async def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        return self.sync.sleep(*args, **kwargs)
-
-    async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
-        return self.sync.wake_up(*args, **kwargs)
-
-    async def add_lora(self, *args: Any, **kwargs: Any) -> Any:
-        return self.sync.add_lora(*args, **kwargs)
-
-    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        return self.sync.collective_rpc(*args, **kwargs)
+    async def sleep(self, level: int = 1, mode: str = "abort") -> str:
+        return f"slept {level} {mode}"
 
 
-class Guarded:
-    """A guarded engine of either kind, with one way to call both."""
-
-    def __init__(self, engine: Any) -> None:
-        client.guard(engine)
-        self.engine = engine
-        self.base: Engine = engine.sync if isinstance(engine, AsyncEngine) else engine
-
-    def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.engine, method)(*args, **kwargs)
-        return asyncio.run(result) if isinstance(self.engine, AsyncEngine) else result
-
-    def take(self) -> list[Any]:
-        calls, self.base.calls = self.base.calls, []
-        return calls
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncLLM))
 
 
-@pytest.fixture(params=[Engine, AsyncEngine])
-def guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
-    return Guarded(request.param())
+@pytest.fixture
+def engine() -> Any:
+    engine = Engine()
+    client.guard(engine)
+    return engine
 
 
-STATUS = ("rpc", "lora_reload_status")
-CONTROL: list[tuple[str, Any, Callable[[Guarded], Any]]] = [
-    ("asleep", ("sleep", 2), lambda engine: engine("sleep", level=2)),
-    ("awake", ("wake", ["weights"]), lambda engine: engine("wake_up", ["weights"])),
-    (
-        "did reload_weights",
-        ("rpc", "reload_weights", 5.0),
-        lambda e: e("collective_rpc", "reload_weights", timeout=5.0),
-    ),
-]
-control = pytest.mark.parametrize(("result", "call", "do"), CONTROL, ids=["sleep", "wake_up", "collective_rpc"])
+def answered(request_id: str) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, [1], finish_reason=FinishReason.STOP, stop_reason="a stop string")
 
 
-def test_guard_picks_by_the_kind_of_engine(guarded: Guarded) -> None:
-    is_async = isinstance(guarded.engine, AsyncEngine)
-    assert isinstance(guarded.engine, client.GuardedAsyncLLM) == is_async
-    assert isinstance(guarded.engine, client.GuardedLLMEngine) != is_async
-
-
-def test_an_engine_that_never_sleeps_is_asked_nothing(guarded: Guarded) -> None:
-    for number in range(3):
-        assert guarded("add_request", f"r{number}", priority=7) == f"added r{number}"
-    assert guarded.take() == [("add", f"r{number}", 7) for number in range(3)]
-
-
-@control
-def test_controls_go_through_unchanged(guarded: Guarded, result: str, call: Any, do: Callable[[Guarded], Any]) -> None:
-    assert do(guarded) == result
-    assert guarded.take() == [call]
-
-
-@control
-def test_next_request_asks_exactly_once(guarded: Guarded, result: str, call: Any, do: Callable[[Guarded], Any]) -> None:
-    do(guarded)
-    do(guarded)
-    guarded.take()
-    guarded("add_request", "a")
-    guarded("add_request", "b")
-    assert guarded.take() == [STATUS, ("add", "a", 0), ("add", "b", 0)]
-
-
-@control
-def test_request_is_refused_while_missing(guarded: Guarded, result: str, call: Any, do: Any) -> None:
-    do(guarded)
-    guarded.take()
-    guarded.base.statuses = [MISSING]
-    for _ in range(2):
-        with pytest.raises(WeightsMissingError, match="rank 0: base weights are missing: told so"):
-            guarded("add_request", "a")
-    assert guarded.take() == [STATUS, STATUS]
-
-
-def test_request_passes_once_complete(guarded: Guarded) -> None:
-    guarded("sleep", 2)
-    guarded.base.statuses = [MISSING]
-    with pytest.raises(WeightsMissingError):
-        guarded("add_request", "a")
-    guarded.base.statuses = [COMPLETE]
-    guarded.take()
-    assert guarded("add_request", "a") == "added a"
-    assert guarded("add_request", "b") == "added b"
-    assert guarded.take() == [STATUS, ("add", "a", 0), ("add", "b", 0)]
-
-
-def test_each_cycle_is_asked_about(guarded: Guarded) -> None:
-    for _ in range(2):
-        guarded("sleep", 2)
-        guarded("wake_up")
-        guarded("collective_rpc", "reload_weights")
-        guarded("add_request", "a")
-    assert guarded.take().count(STATUS) == 2
-
-
-def test_refusal_is_a_value_error() -> None:
-    """vLLM's servers answer those with a 4xx status."""
-    assert issubclass(WeightsMissingError, ValueError) and issubclass(WeightsMissingError, LoRAReloadError)
+def refused(request_id: str, error: Exception) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=door.packed(error))
 
 
 @pytest.mark.parametrize(
-    ("statuses", "message"),
-    [
-        ([COMPLETE, MISSING], f"rank 1: {MISSING['error']}"),
-        ([MISSING, MISSING, COMPLETE], f"rank 0: {MISSING['error']} (and 1 more ranks)"),
-        ([COMPLETE, MISSING, MISSING, MISSING], f"rank 1: {MISSING['error']} (and 2 more ranks)"),
-    ],
+    "error", [door.weights_missing("why: they are"), door.adapter_missing("a:b", "gone"), WeightsMissingError("plain")]
 )
-def test_message_with_several_ranks(guarded: Guarded, statuses: list[Any], message: str) -> None:
-    guarded("wake_up")
-    guarded.base.statuses = statuses
-    with pytest.raises(WeightsMissingError) as refused:
-        guarded("add_request", "a")
-    assert str(refused.value) == message
+def test_a_refusal_crosses_processes(error: Exception) -> None:
+    found = door.unpacked(refused("a", error))
+    assert type(found).__name__ == type(error).__name__ and str(found) == str(error)
+    assert isinstance(found, (WeightsMissingError, AdapterMissingError)) and isinstance(found, ValueError)
 
 
-def test_unknown_state_is_asked_again(guarded: Guarded) -> None:
-    guarded("wake_up")
-    guarded.base.statuses = TimeoutError("worker is busy")
-    with pytest.raises(TimeoutError):
-        guarded("add_request", "a")
-    guarded.base.statuses = [MISSING]
+@pytest.mark.parametrize("reason", [None, 7, "stop", "lora_reload", "lora_reload:Exception:x", "lora_reload:x"])
+def test_other_outputs_are_no_refusals(reason: Any) -> None:
+    output = EngineCoreOutput("a", [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+    assert door.unpacked(output) is None
+
+
+def test_a_stop_string_that_looks_like_one_ends_no_running_request() -> None:
+    assert door.unpacked(EngineCoreOutput("a", [1], stop_reason=door.packed(WeightsMissingError("x")))) is None
+
+
+def test_whoever_waits_gets_the_error(engine: Any) -> None:
+    """And only they."""
+    queues: dict[str, list[Any]] = {"a": [], "b": []}
+    processor = engine.output_processor
+    for name, queue in queues.items():
+        processor.request_states[name] = State(name, SimpleNamespace(put=queue.append))
+    processed = processor.process_outputs([refused("a", WeightsMissingError("x")), answered("b")])
+    assert [str(each) for each in queues["a"]] == ["x"] and isinstance(queues["a"][0], WeightsMissingError)
+    assert queues["b"] == [] and processor.seen == ["b"] and not processor.request_states
+    assert processed.reqs_to_abort == [] and engine.lora_reload.refused == []
+
+
+def test_samples_of_one_prompt_end_together(engine: Any) -> None:
+    engine.add_request("a", n=3)
+    processed = engine.output_processor.process_outputs([refused("a/1", WeightsMissingError("x"))])
+    assert processed.reqs_to_abort == ["a/0", "a/2"], "the core does not know the other any more"
+    assert not engine.output_processor.request_states and len(engine.lora_reload.refused) == 1
+    engine.output_processor.process_outputs([refused("a/2", WeightsMissingError("x"))])
+    assert len(engine.lora_reload.refused) == 1
+
+
+def test_offline_others_are_answered_first(engine: Any) -> None:
+    for name in "abcd":
+        engine.add_request(name)
+    engine.outputs = [refused("a", WeightsMissingError("first")), answered("b"), refused("c", WeightsMissingError("y"))]
+    assert engine.step() == ["b"]
+    engine.outputs = [answered("d")]
+    assert engine.has_unfinished_requests() and engine.step() == ["d"]
+    assert engine.has_unfinished_requests()
+    with pytest.raises(WeightsMissingError, match="first"):
+        engine.step()
+    assert not engine.has_unfinished_requests() and engine.step() == []
+
+
+def test_what_the_core_refuses_at_once_leaves_nothing_behind(engine: Any) -> None:
+    engine.error = WeightsMissingError("x")
+    vars(engine.error)["request_id"] = "a/1"
     with pytest.raises(WeightsMissingError):
-        guarded("add_request", "a")
+        engine.add_request("a", n=3)
+    assert not engine.has_unfinished_requests() and engine.aborted == ["a/0", "a/1", "a/2"]
 
 
-@pytest.mark.parametrize(
-    "answer", [None, "did it", {}, {"error": None}, {"adapters": {}}, {"error": None, "adapters": 7}]
-)
-def test_what_is_no_status_is_asked_again(guarded: Guarded, answer: Any) -> None:
-    guarded("wake_up")
-    guarded.base.statuses = [COMPLETE, answer]
+def test_offline_nothing_waits_for_a_wake_up(engine: Any) -> None:
+    engine.add_request("a")
+    assert engine.calls == [], "an engine that never sleeps is asked nothing"
+    engine.sleep()
+    engine.statuses = [ASLEEP]
     for _ in range(2):
-        with pytest.raises(WeightsMissingError, match=r"rank 1: asked how its weights stand, this worker said \("):
-            guarded("add_request", "a")
-    guarded.base.statuses = [COMPLETE, COMPLETE]
-    guarded.take()
-    assert [guarded("add_request", name) for name in "ab"] == ["added a", "added b"]
-    assert guarded.take() == [STATUS, ("add", "a", 0), ("add", "b", 0)]
-
-
-def test_a_failed_control_is_asked_about_too(guarded: Guarded) -> None:
-    guarded.base.statuses = RuntimeError("half way")
-    with pytest.raises(RuntimeError):
-        guarded("collective_rpc", "reload_weights")
-    guarded.base.statuses = [MISSING]
-    with pytest.raises(WeightsMissingError):
-        guarded("add_request", "a")
+        with pytest.raises(WeightsMissingError, match="rank 0: the engine sleeps at level 1"):
+            engine.add_request("b")
+    engine.statuses = [COMPLETE]
+    assert [engine.add_request(name) for name in "cd"] == ["c", "d"]
+    assert engine.calls == ["lora_reload_status"] * 3
+    engine.sleep(0)
+    engine.add_request("e")
+    assert len(engine.calls) == 3, "a pause is vLLM's own"
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs"), [((2, "keep"), {}), ((2,), {"mode": "keep"}), ((), {"level": 2, "mode": "keep"})]
 )
-def test_requests_are_not_kept_over_level_2(guarded: Guarded, args: Any, kwargs: Any) -> None:
-    """They would be the first to run after the wake-up, weights or not."""
+@pytest.mark.parametrize("kind", [Engine, AsyncEngine])
+def test_requests_are_not_kept_over_level_2(kind: Any, args: Any, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
+    engine = kind()
+    client.guard(engine)
+
+    def sleep(*args: Any, **kwargs: Any) -> Any:
+        result = engine.sleep(*args, **kwargs)
+        return asyncio.run(result) if kind is AsyncEngine else result
+
+    assert sleep(*args, **kwargs) == "slept 2 keep", "with no request nothing is kept"
+    engine.output_processor.request_states["a"] = State("a")
     with pytest.raises(ValueError, match="kept over sleep"):
-        guarded("sleep", *args, **kwargs)
-    assert guarded.take() == []
-    assert guarded("sleep", 2) == "asleep"
+        sleep(*args, **kwargs)
+    assert sleep(2) == "slept 2 abort" and sleep(1, "keep") == "slept 1 keep"
+
+
+def test_refusal_is_a_value_error() -> None:
+    """vLLM's servers answer those with a 4xx status."""
+    assert issubclass(WeightsMissingError, ValueError) and issubclass(WeightsMissingError, LoRAReloadError)
 
 
 def test_marks_of_a_new_version() -> None:
@@ -260,89 +248,35 @@ def test_marks_of_a_new_version() -> None:
     assert text.cache_salt == "|adapter version 2" and text.mm_features is None
 
 
-def test_load_inplace_counts_once(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server sends it with every request of the name, and vLLM would read the files again before every step."""
-    marks: list[Any] = []
-    monkeypatch.setattr(seams, "requests_marked", lambda engine, mark: marks.append(mark))
-
-    class FrameworksOwn(type(seams.lora_request("a", 1, "b"))):  # type: ignore[misc]
-        """With tensors."""
-
-    def sent(name: str = "a", number: int = 1, path: str = "/a", kind: Any = None, inplace: bool = True) -> Any:
-        lora = (kind or type(added))(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=inplace)
-        request = SimpleNamespace(lora_request=lora, cache_salt=None, mm_features=None)
-        marks[0](request)
-        assert lora.load_inplace is inplace, "the server's own stays as it is"
-        return request.lora_request.load_inplace
-
-    added = seams.lora_request("a", 1, "/a")
-    guarded("add_lora", added)
-    assert marks == [], "without it nothing is looked at"
-    added.load_inplace = True
-    guarded("add_lora", added)
-    guarded("add_lora", FrameworksOwn(lora_name="c", lora_int_id=3, lora_path="/c", load_inplace=True))
-    assert len(marks) == 1
-    assert sent() is False
-    assert sent(path="/other") is sent(number=2) is sent("c", 3, "/c", FrameworksOwn) is True
-    assert sent(inplace=False) is False
-    marks[0](SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None))
-    assert [call for call in guarded.take() if call[0] == "add lora"] == [("add lora", n) for n in (1, 1, 3)]
+MIXINS = [
+    (client.GuardedLLMEngine, LLMEngine),
+    (client.GuardedAsyncLLM, AsyncLLM),
+    (door.GuardedEngineCore, EngineCore),
+    (worker_module.LoRAReloadWorker, Worker),
+    (worker_module.TransferSessions, Worker),
+    (worker_module.DraftSessions, Worker),
+    (runner.LoRAReloadModelRunner, GPUModelRunner),
+]
 
 
-def test_what_workers_said_before_a_sleep_does_not_count_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that waits for the status, while somebody else puts the engine to sleep."""
-    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
-
-    class Slow(AsyncEngine):
-        async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            said = await super().collective_rpc(method, *args, **kwargs)
-            if method == "lora_reload_status" and not asked.is_set():
-                asked.set()
-                await go_on.wait()
-            return said
-
-    async def main() -> None:
-        nonlocal asked, go_on
-        asked, go_on = asyncio.Event(), asyncio.Event()
-        engine: Any = Slow()
-        client.guard(engine)
-        await engine.wake_up()
-        request = asyncio.create_task(engine.add_request("a"))
-        await asked.wait()
-        engine.sync.statuses = [MISSING]
-        await engine.sleep(2)
-        go_on.set()
-        with pytest.raises(WeightsMissingError):
-            await request
-
-    asked: Any = None
-    go_on: Any = None
-    asyncio.run(main())
+@pytest.mark.parametrize(("mixin", "cls"), MIXINS, ids=[mixin.__name__ for mixin, _ in MIXINS])
+def test_signatures_are_those_of_vllm(mixin: type, cls: type) -> None:
+    """Frameworks decide by them what an engine can do (ms-swift: ``tags`` of ``wake_up``, ``mode`` of ``sleep``)."""
+    extended = cls.__new__(cls)
+    seams.extend(extended, mixin)
+    names = [name for name in vars(mixin) if inspect.isfunction(getattr(cls, name, None)) and not name.startswith("__")]
+    assert names
+    for name in names:
+        ours, theirs = getattr(type(extended), name), getattr(cls, name)
+        assert ours is not theirs
+        assert inspect.signature(ours) == inspect.signature(theirs), name
+        assert ours.__doc__ == theirs.__doc__
+        assert inspect.iscoroutinefunction(ours) == inspect.iscoroutinefunction(theirs)
 
 
-def test_request_during_a_sleep_does_not_switch_the_refusal_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may wait for running requests first, and would queue new ones until it wakes up."""
-    monkeypatch.setattr(seams, "engine_classes", lambda: (Engine, AsyncEngine))
-
-    class Slow(AsyncEngine):
-        async def sleep(self, *args: Any, **kwargs: Any) -> Any:
-            await waits.wait()
-            self.sync.statuses = [MISSING]
-            return await super().sleep(*args, **kwargs)
-
-    async def main() -> None:
-        nonlocal waits
-        waits = asyncio.Event()
-        engine: Any = Slow()
-        client.guard(engine)
-        asleep = asyncio.create_task(engine.sleep(2))
-        await asyncio.sleep(0)
-        with pytest.raises(WeightsMissingError, match="falling asleep"):
-            await engine.add_request("before")
-        waits.set()
-        await asleep
-        with pytest.raises(WeightsMissingError):
-            await engine.add_request("after")
-
-    waits: Any = None
-    asyncio.run(main())
+@pytest.mark.parametrize("cls", [LLMEngine, AsyncLLM])
+def test_engines_say_which_tags_and_modes_they_take(cls: Any) -> None:
+    extended = cls.__new__(cls)
+    seams.extend(extended, client.GuardedAsyncLLM if cls is AsyncLLM else client.GuardedLLMEngine)
+    assert list(inspect.signature(extended.wake_up).parameters) == ["tags"]
+    assert list(inspect.signature(extended.sleep).parameters) == ["level", "mode"]

@@ -11,7 +11,8 @@ ERROR = OSError("shard 2 is cut off")
 STEPS: dict[str, Callable[[Lifecycle], None]] = {
     "sleep 1": lambda lifecycle: lifecycle.slept(1),
     "sleep 2": lambda lifecycle: lifecycle.slept(2),
-    "wake": Lifecycle.woke,
+    "wake": lambda lifecycle: (lifecycle.woke(), lifecycle.cache_woke())[0],
+    "wake weights": Lifecycle.woke,
     "load": Lifecycle.loaded,
     "fail early": lambda lifecycle: lifecycle.load_failed(ERROR, wrote=False),
     "fail late": lambda lifecycle: lifecycle.load_failed(ERROR, wrote=True),
@@ -91,6 +92,7 @@ def test_no_request_passes_while_asleep() -> None:
     error = lifecycle.error()
     assert error is not None and "sleeps at level 1" in error and 'wake_up(["weights"])' in error
     lifecycle.woke()
+    lifecycle.cache_woke()
     assert lifecycle.error() is None
 
 
@@ -108,3 +110,27 @@ def test_a_load_that_ends_short_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert lifecycle_module.failures == 0
     Lifecycle().loaded(["a"], 2)
     assert lifecycle_module.failures == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "waits"),
+    [
+        ("sleep 1", "sleeps at level 1", True),
+        ("sleep 1, wake weights", "KV cache sleeps", True),
+        ("sleep 1, wake", None, False),
+        ("sleep 2", "sleeps at level 2", False),
+        ("sleep 2, wake weights", "base weights are missing", False),
+        ("sleep 2, wake weights, load", "KV cache sleeps", False),
+        ("sleep 2, wake, load", None, False),
+        ("fail late, sleep 1", "sleeps at level 1", False),
+        ("sleep 1, wake weights, fail late", "base weights are missing", False),
+    ],
+)
+def test_ready_means_weights_and_cache(steps: str, error: str | None, waits: bool) -> None:
+    """`waits`: nothing is missing, the sleep has only to end."""
+    lifecycle = Lifecycle()
+    for step in steps.split(", "):
+        STEPS[step](lifecycle)
+    found = lifecycle.error()
+    assert (found is None) if error is None else (found is not None and error in found)
+    assert lifecycle.waits is waits

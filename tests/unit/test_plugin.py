@@ -13,20 +13,35 @@ from typing import Any
 import pytest
 from vllm.config import CacheConfig, LoRAConfig, VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_lora_reload import SeamMissingError, plugin, seams
-from vllm_lora_reload.client import GuardedAsyncLLM, GuardedLLMEngine
+from vllm_lora_reload.client import GuardedAsyncLLM, GuardedLLMEngine, HearsRefusals
+from vllm_lora_reload.door import GuardedEngineCore
 from vllm_lora_reload.worker import LoRAReloadWorker
 
-HOOKED = (WorkerBase, LLMEngine, AsyncLLM)
+HOOKED = (WorkerBase, LLMEngine, AsyncLLM, EngineCore)
 ROOT = Path(__file__).parents[2]
+
+
+class Part:
+    """Of an engine."""
 
 
 def _light_init(self: Any, vllm_config: Any) -> None:
     self.vllm_config = vllm_config
+
+
+def _light_core(self: Any, vllm_config: Any) -> None:
+    self.vllm_config, self.step_fn = vllm_config, lambda: ({}, False)
+    self.model_executor = SimpleNamespace(collective_rpc=lambda method: [])
+
+
+def _light_engine(self: Any, vllm_config: Any) -> None:
+    self.vllm_config, self.output_processor = vllm_config, Part()
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +49,12 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> dict[type, Callable[..., None]]
     """Constructors before any `register`, those of the engines replaced by one that starts nothing."""
     init: Any = WorkerBase.__init__
     monkeypatch.setattr(WorkerBase, "__init__", init.__wrapped__ if hasattr(init, seams._HOOK) else init)
-    for engine in (LLMEngine, AsyncLLM, Executor):
-        monkeypatch.setattr(engine, "__init__", _light_init)
+    for engine in (LLMEngine, AsyncLLM):
+        monkeypatch.setattr(engine, "__init__", _light_engine)
+    monkeypatch.setattr(Executor, "__init__", _light_init)
+    monkeypatch.setattr(EngineCore, "__init__", _light_core)
+    for cls in (EngineCoreProc, DPEngineCoreProc):
+        monkeypatch.setattr(cls, "run_busy_loop", lambda self: None)
     monkeypatch.setattr(LoRAConfig, "__init__", LoRAConfig.__init__)
     return {cls: cls.__init__ for cls in HOOKED}
 
@@ -141,7 +160,31 @@ def test_engine_with_lora_is_guarded(engine: Any, guarded: type, other: type) ->
     plugin.register()
     extended = engine(config(True))
     assert isinstance(extended, guarded) and isinstance(extended, engine) and not isinstance(extended, other)
+    assert isinstance(extended.output_processor, HearsRefusals)
     assert type(engine(config(False))) is engine
+
+
+@pytest.mark.parametrize("cls", [EngineCore, EngineCoreProc, DPEngineCoreProc])
+def test_core_of_an_engine_with_lora_is_guarded(cls: Any) -> None:
+    plugin.register()
+    for lora in (True, False):
+        core = cls.__new__(cls)
+        EngineCore.__init__(core, config(lora))
+        assert isinstance(core, GuardedEngineCore) == lora and isinstance(core, cls)
+
+
+@pytest.mark.parametrize("cls", [EngineCoreProc, DPEngineCoreProc])
+def test_core_whose_constructor_loaded_the_plugin_is_guarded(cls: Any) -> None:
+    """In a process that was spawned it is what loads plugins first."""
+    core = cls.__new__(cls)
+    _light_core(core, config(True))
+    plugin.register()
+    assert type(core) is cls
+    core.run_busy_loop()
+    assert isinstance(core, GuardedEngineCore)
+    door = core.lora_reload
+    core.run_busy_loop()
+    assert core.lora_reload is door
 
 
 class Bare(Executor):

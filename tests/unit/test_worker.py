@@ -22,6 +22,7 @@ from vllm_lora_reload.worker import extend
 COMPLETE = {
     "state": "complete",
     "error": None,
+    "waits": False,
     "adapters": {},
     "snapshot": None,
     "replay": None,
