@@ -248,16 +248,31 @@ def observe(scenario: Scenario, folder: Path) -> Report:
         elif way != "snapshot":
             raise ValueError(way)
 
+    guarded = "lora_reload" in os.environ.get("VLLM_PLUGINS", "")
+    waking = {"interrupted", "allocator"}  # these wake the KV cache by themselves
+
+    def refused_without_cache() -> None:
+        """Weights are back, and the KV cache sleeps: vLLM alone would spin for ever."""
+        try:
+            ask(None)
+        except Exception as error:
+            if 'wake_up(["kv_cache"])' not in str(error):
+                raise
+        else:
+            raise RuntimeError("answered while the KV cache sleeps")
+
     def run_cycle() -> Cycle:
         cycle = Cycle()
         try:
             digests = llm.collective_rpc("pool_digests")  # punica metadata is that of the last batch, which may vary
             for step, action in steps.items():
+                if step == "wake kv_cache" and guarded and not waking & set(scenario.ways):
+                    refused_without_cache()
                 start = time.perf_counter()
                 action()
                 cycle.seconds[step] = time.perf_counter() - start
             now = llm.collective_rpc("pool_digests")
-            if "lora_reload" in os.environ.get("VLLM_PLUGINS", ""):
+            if guarded:
                 found = [status["last_restore"] for status in llm.collective_rpc("lora_reload_status")]
                 cycle.restored = [last and last["source"] for last in found]
             cycle.bytes_differ = differing(digests, now)
