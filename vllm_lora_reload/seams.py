@@ -224,8 +224,9 @@ def _overriding(mixin: type, cls: type) -> dict[str, Any]:
     """The functions of `mixin` that stand for functions of `cls`, looking like these."""
     found: dict[str, Any] = {}
     for name, function in vars(mixin).items():
-        original = getattr(cls, name, None)
-        if isinstance(function, FunctionType) and isinstance(original, FunctionType) and not name.startswith("__"):
+        if not isinstance(function, FunctionType) or name.startswith("__"):
+            continue  # to ask a class for its annotations gives it some
+        if isinstance(original := getattr(cls, name, None), FunctionType):
             own = FunctionType(
                 function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
             )
