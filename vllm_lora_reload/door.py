@@ -194,12 +194,14 @@ class Door:
 
         Raises:
             WeightsMissingError: base weights are missing or asleep; the message says why and what mends it. A sleep at
-                level 1 loses nothing, so where vLLM queues requests over it they are let in.
+                level 1 loses nothing, and a weight transfer ends, so where vLLM queues requests over them they are let
+                in.
             AdapterMissingError: the request's adapter is neither there nor can be read.
         """
         stands = self.look()
-        if stands.error and not self.warn_only and not (stands.waits and seams.queues_requests(self._core)):
-            raise weights_missing(stands.error)
+        why = stands.apart or (None if self.warn_only else stands.error)
+        if why and not ((stands.waits or why is stands.apart) and seams.queues_requests(self._core)):
+            raise weights_missing(why)
         lora = request.lora_request
         if lora is None:
             return

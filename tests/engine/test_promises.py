@@ -103,14 +103,18 @@ class World:
         try:
             self.front.add_request(f"r{self._requests}", PROMPT, greedy, lora_request=request)
         except LoRAReloadError as error:
-            return next(kind for kind in (WeightsMissingError, AdapterMissingError) if isinstance(error, kind))
+            return _kind(error)
         return f"r{self._requests}"
 
-    def finish(self, number: str) -> tuple[int, ...] | Literal["queued"]:
+    def finish(self, number: str) -> Outcome:
         for _ in range(4 * TOKENS):
             if number in self._answers:
                 return self._answers.pop(number)
-            for output in self.front.step():
+            try:
+                outputs = self.front.step()
+            except LoRAReloadError as error:  # it waited for a while, and cannot be answered now
+                return _kind(error)
+            for output in outputs:
                 if output.finished:
                     self._answers[output.request_id.partition("-")[0]] = tuple(output.outputs[0].token_ids)
         return "queued"
@@ -131,6 +135,10 @@ class World:
     def digests(self, of_base: bool) -> dict[str, str]:
         """Of pool tensors outside the slots: the base model's, or punica's, which are those of the last batch."""
         return of_pool(self.worker.pool_digests(), of_base)
+
+
+def _kind(error: LoRAReloadError) -> type[LoRAReloadError]:
+    return next(kind for kind in (WeightsMissingError, AdapterMissingError) if isinstance(error, kind))
 
 
 @dataclass
