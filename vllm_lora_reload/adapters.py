@@ -83,11 +83,13 @@ class Adapters:
     _without_files: dict[int, Any] = field(default_factory=dict)
     _homes: dict[int, Any] = field(default_factory=dict)  # request for an adapter that was updated from a folder
     _inplace: dict[int, str] = field(default_factory=dict)  # path that ``load_inplace`` has counted for
+    _wanted: dict[int, str] = field(default_factory=dict)  # path that it is to count for when it has been read
     _unreadable: set[int] = field(default_factory=set)
     _pending: set[int] = field(default_factory=set)
     _writes: dict[int, SlotWrite] = field(default_factory=dict)
     _staged: dict[str, Staged] = field(default_factory=dict)
     _held: dict[int, Any] = field(default_factory=dict)  # those that the engine core counts on
+    _stepping: bool = False
     _being_read: Any = None
     _removed: set[int] = field(default_factory=set)  # by the user, while requests needed them
 
@@ -103,18 +105,15 @@ class Adapters:
         """What vLLM gets when it wants to read the adapter of a ``LoRARequest``."""
         number, plain = request.lora_int_id, seams.is_lora_request(request)  # another may bring tensors
         inplace = getattr(request, "load_inplace", False)
+        if self._stepping and not inplace and number in self._held:
+            return self._held[number]  # vLLM has evicted it, or the user has removed it
         if plain and not inplace:
             if (kept := self._kept(request)) is not None:
                 return kept
             home = self._homes.get(number)
             request = home if home is not None and home.lora_name == request.lora_name else request
         files = fingerprint(request.lora_path)
-        try:
-            adapter = self._read(request, load)
-        except Exception:  # removed, or evicted and its files gone, while a request needs it
-            if number in self._held and not inplace:
-                return self._held[number]
-            raise
+        adapter = self._read(request, load)
         self._being_read = adapter
         self._removed.discard(number)
         self._name(request.lora_name, number)
@@ -130,8 +129,23 @@ class Adapters:
         if inplace or not plain:
             self._homes.pop(number, None)
         if inplace and plain:
-            self._inplace[number] = request.lora_path
+            self._inplace[number] = str(diagnosis.local_folder(request.lora_path))
         return adapter
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step's look at its adapters: it finds those that its requests were let in for, and reads no file."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def adding(self, number: int) -> None:
+        """An adapter is about to be added. If the user has removed one of that id, vLLM is not to find it there."""
+        if not self._stepping and number in self._removed:
+            self._removed.discard(number)
+            seams.remove_adapter(self.manager, number)
 
     def _kept(self, request: Any) -> Any:
         """The adapter of a request whose files are not there, or are not to be read; None if there is none."""
@@ -157,7 +171,7 @@ class Adapters:
         self._forgotten = max(self._forgotten, self.versions.pop(name, 0))
 
     def _forget_number(self, number: int) -> None:
-        for table in (self._sources, self._without_files, self._homes, self._inplace, self.broken):
+        for table in (self._sources, self._without_files, self._homes, self._inplace, self._wanted, self.broken):
             table.pop(number, None)
         self._unreadable.discard(number)
 
@@ -198,7 +212,9 @@ class Adapters:
     # --- Requests ---------------------------------------------------------------------------------------------
 
     def admit(self, request: Any, live: Collection[int]) -> bool:
-        """Have a request's adapter in the host registry, and hold it until the next call, whatever vLLM evicts.
+        """Have a request's adapter in host memory, and hold it until the next call, whatever vLLM evicts.
+
+        Nothing is registered here, so that one rank that cannot read it does not leave the books of the others apart.
 
         Args:
             request: the ``LoRARequest``.
@@ -217,16 +233,19 @@ class Adapters:
             self.worker_manager.remove_adapter(gone)
         number = request.lora_int_id
         registered = seams.registered(self.manager)
-        if number not in registered or number in self._removed:
-            adapter = self._removed_or_read(request)
+        if number in self._removed or (number not in registered and number not in self._held):
+            removed = number in self._removed  # what is held serves requests that were let in before, not this one
+            adapter = self.worker_manager._load_adapter(request)
             if not self.merged(adapter):
                 with self.with_modules():
                     seams.merge_packed_modules(self.manager, adapter)
             with self.with_modules():
                 self._dry_run(0, adapter, strict=False)
-            seams.register_adapter(self.manager, adapter)
-            registered = seams.registered(self.manager)
-        self._held[number] = registered[number]
+            if removed and number in registered:
+                seams.remove_adapter(self.manager, number)
+            self._held[number] = adapter
+        elif number in registered:
+            self._held[number] = registered[number]
         return self._to_be_read_again(request)
 
     def _to_be_read_again(self, request: Any) -> bool:
@@ -237,28 +256,18 @@ class Adapters:
         """
         if not getattr(request, "load_inplace", False) or not seams.is_lora_request(request):
             return False
-        number, path, now = request.lora_int_id, request.lora_path, fingerprint(request.lora_path)
-        source, counted = self._sources.get(number), self._inplace.get(number) == path
-        self._inplace[number] = path
-        if source is not None and source.request.lora_path == str(diagnosis.local_folder(path)):
+        number, now = request.lora_int_id, fingerprint(request.lora_path)
+        source, path = self._sources.get(number), str(diagnosis.local_folder(request.lora_path))
+        if source is not None and source.request.lora_path == path:
             return bool(now) and now != source.files
-        return bool(now) and not counted
+        again = bool(now) and self._inplace.get(number) != path
+        if again:
+            self._wanted[number] = path
+        return again
 
     def held(self) -> list[int]:
         """Ids of the adapters that a step will find."""
         return [number for number in self._held if number not in self._removed]
-
-    def _removed_or_read(self, request: Any) -> Any:
-        if request.lora_int_id in self._removed:
-            # What is held serves requests that were let in before, not this one.
-            held = self._held.pop(request.lora_int_id, None)
-            try:
-                return self.worker_manager._load_adapter(request)
-            except Exception:
-                if held is not None:
-                    self._held[request.lora_int_id] = held
-                raise
-        return self.worker_manager._load_adapter(request)
 
     def forget(self, number: int) -> None:
         """The user has removed the adapter. Requests that need it go on with it, no other is let in."""
@@ -506,6 +515,8 @@ class Adapters:
         else:
             self._sources[number] = staged.source
             self._homes[number] = staged.source.request
+            if self._wanted.pop(number, None) == (path := staged.source.request.lora_path):
+                self._inplace[number] = path
         self._removed.discard(number)
         if number in self._held:
             self._held[number] = staged.adapter
@@ -561,6 +572,15 @@ class ReadsAdapters:
 
     def load_unnoted(self, lora_request: Any) -> Any:
         return super()._load_adapter(lora_request)  # type: ignore[misc]
+
+    def _apply_adapters(self, adapter_requests: Any) -> None:
+        with self.lora_reload.step():
+            super()._apply_adapters(adapter_requests)  # type: ignore[misc]
+
+    def add_adapter(self, adapter_request: Any) -> bool:
+        self.lora_reload.adding(adapter_request.lora_int_id)
+        added: bool = super().add_adapter(adapter_request)  # type: ignore[misc]
+        return added
 
     def remove_adapter(self, adapter_id: int) -> bool:
         self.lora_reload.forget(adapter_id)

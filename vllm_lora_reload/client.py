@@ -146,12 +146,14 @@ class GuardedLLMEngine:
         return super().sleep(level, *args, **kwargs)  # type: ignore[misc]
 
     def add_lora(self, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.prefixes.added(lora_request)  # before and after: requests may be sent meanwhile
         try:
             return super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.lora_reload.prefixes.added(lora_request)
 
     def remove_lora(self, lora_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.prefixes.removed(lora_id)
         try:
             return super().remove_lora(lora_id, *args, **kwargs)  # type: ignore[misc]
         finally:
@@ -169,12 +171,14 @@ class GuardedAsyncLLM(abc.ABC):
         return await super().sleep(level, *args, **kwargs)  # type: ignore[misc]
 
     async def add_lora(self, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.prefixes.added(lora_request)  # before and after: requests may be sent meanwhile
         try:
             return await super().add_lora(lora_request, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.lora_reload.prefixes.added(lora_request)
 
     async def remove_lora(self, lora_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload.prefixes.removed(lora_id)
         try:
             return await super().remove_lora(lora_id, *args, **kwargs)  # type: ignore[misc]
         finally:

@@ -50,6 +50,10 @@ _QUIET = {
 }
 
 
+# Calls of workers that can give an adapter other weights.
+_SWAPS = {"lora_reload_commit_adapter", "add_lora"}
+
+
 # --- What workers say ---------------------------------------------------------------------------------------------
 
 
@@ -60,12 +64,14 @@ class Verdict:
     Attributes:
         error: why no request can be answered now; None if they can.
         waits: whether nothing is missing, only a sleep at level 1 is not over.
+        asleep: whether memory is not there at all: nothing is to run then, whatever `on_missing` says.
         apart: why no request can run now, though requests may queue.
         adapters: why requests for an adapter cannot, by id.
     """
 
     error: str | None = None
     waits: bool = False
+    asleep: bool = False
     apart: str | None = None
     adapters: dict[int, str] = field(default_factory=dict)
 
@@ -86,6 +92,7 @@ def verdict(answers: list[Any]) -> Verdict:
     return Verdict(
         error=_shown(wrong[0][2], statuses, len(wrong) - 1) if wrong else None,
         waits=all(status["waits"] for status in statuses if status["error"]),
+        asleep=any(status["error"] and status["depth"] >= lifecycle.ASLEEP for status in statuses),
         apart=_first(status["apart"] for status in statuses),
         adapters={number: f"rank {rank}: {why}" if several else why for number, (_, rank, why) in adapters.items()},
     )
@@ -160,12 +167,18 @@ class Door:
         self._calls = 0  # that can have changed how workers stand
         self._seen = self._now
         self._admitted: dict[int, str] = {}  # path by id of adapters that all workers hold
+        self._anew: set[int] = set()  # adapters that were read again here, of which no front end knows
         seams.worker_calls_observed(core, self._called)
         seams.steps_guarded(core, self.before_step)
 
     def _called(self, method: Any) -> None:
         if method not in _QUIET:
             self._calls += 1
+        if method in _SWAPS:
+            # Those that wait bear the mark of the weights before, and are not to begin with what these have cached.
+            for request in seams.requests(self._core):
+                if request.lora_request is not None:
+                    seams.begin_anew(request)
 
     @property
     def _now(self) -> int:
@@ -174,7 +187,7 @@ class Door:
     def look(self) -> Verdict:
         """How the workers stand. Loads inside a worker pass no call, so an error is looked at again each time."""
         now = self._now
-        if now != self._seen or self.verdict.error or self.verdict.apart:
+        if now != self._seen or (self.verdict.error and not self.warn_only):
             before = self.verdict.error
             self.verdict = self._ask()
             self._seen = now
@@ -199,7 +212,7 @@ class Door:
             AdapterMissingError: the request's adapter is neither there nor can be read.
         """
         stands = self.look()
-        why = stands.apart or (None if self.warn_only else stands.error)
+        why = stands.apart or (None if self.warn_only and not stands.asleep else stands.error)
         if why and not ((stands.waits or why is stands.apart) and seams.queues_requests(self._core)):
             raise weights_missing(why)
         lora = request.lora_request
@@ -213,6 +226,8 @@ class Door:
             if why := self._bring(lora):
                 raise adapter_missing(lora.lora_name, why)
             self._admitted[number] = lora.lora_path
+        if number in self._anew:
+            seams.begin_anew(request)
         if anew and seams.is_lora_request(lora):
             # With a request, vLLM would read the files again before every step: over a later update, or when they are
             # gone.
@@ -240,7 +255,10 @@ class Door:
         if why := _first(call("lora_reload_stage_adapter", args=staged)):
             call("lora_reload_discard_adapter", args=(token,))
             return f"its files have changed, and {why}"
-        call("lora_reload_commit_adapter", args=(token,))
+        outcomes = call("lora_reload_commit_adapter", args=(token,))
+        if why := _first(each if isinstance(each, str) else None for each in outcomes):
+            return f"its files have changed, and {why}"
+        self._anew.add(lora.lora_int_id)
         return None
 
     def before_step(self) -> dict[int, Any]:
@@ -249,7 +267,7 @@ class Door:
             return {}
         stands = self.look()
         refused: list[tuple[Any, Exception]] = []
-        why = stands.apart or (None if self.warn_only else stands.error)
+        why = stands.apart or (None if self.warn_only and not stands.asleep else stands.error)
         if why:
             error = weights_missing(why)
             refused = [(request, error) for request in seams.requests(self._core)]

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 failures = 0
 
 
+ASLEEP = 2  # a `Lifecycle.depth`
+
+
 class State(enum.Enum):
     COMPLETE = "complete"
     OFFLOADED = "offloaded"
@@ -145,8 +148,8 @@ class Lifecycle:
         3 for a sleep that broke off, 2 for one that is asleep, 1 for one whose weights are missing, 0 if they are
         missing only because of another rank, or if nothing is wrong.
         """
-        if self.asleep:
-            return 3 if self.unfinished else 2
+        if self.asleep or (self.cache_asleep and not self.reason):
+            return ASLEEP + bool(self.unfinished)
         return int(self.reason is not None and not self.elsewhere)
 
     def error(self) -> str | None:

@@ -335,6 +335,12 @@ def queues_requests(core: Any) -> bool:
     return has_clients(core) and paused is not None and bool(paused())
 
 
+def begin_anew(request: Any) -> None:
+    """Have a request of an engine core that has not begun take no prefix from the cache."""
+    if request.num_computed_tokens == 0:
+        request.skip_reading_prefix_cache = True
+
+
 def in_lockstep(core: Any) -> bool:
     """Whether an engine core steps together with those of other data parallel ranks."""
     return hasattr(core, "dp_group")

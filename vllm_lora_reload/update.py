@@ -127,6 +127,8 @@ def _protocol(front: Any, name: str, folder: str, lasting: bool) -> Steps:
             yield "lora_reload_discard_adapter", {"token": token}
             raise _refused(name, refusals)
         request = seams.lora_request(name, number, folder if lasting else f"{staging.NO_FILES}{name}")
+        # Requests that are sent meanwhile may meet either weights: they get a mark of their own.
+        front.lora_reload.prefixes.updated(request)
         try:
             outcomes = yield "lora_reload_commit_adapter", {"token": token}
         except Exception:  # some worker may have it

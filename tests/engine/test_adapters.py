@@ -205,7 +205,9 @@ def test_request_for_a_removed_adapter_without_files(engine: Engine) -> None:
     straggler = update(engine, 2).lora_request
     engine.llm.llm_engine.remove_lora(straggler.lora_int_id)
     for _ in range(2):
-        with pytest.raises(AdapterMissingError, match="'policy' is not there: rank 0: .*it came as tensors and was removed"):
+        with pytest.raises(
+            AdapterMissingError, match=r"'policy' is not there: rank 0: .*it came as tensors and was removed"
+        ):
             answers(engine, straggler)
         assert engine.ask() == engine.before
     again = update(engine, 1).lora_request
@@ -248,7 +250,7 @@ def test_folder_is_gone_after_an_eviction(engine: Engine) -> None:
     assert answers(engine, request) == engine.before["adapter 2"], "vLLM has it in host memory"
     for number in range(SLOTS + 2):
         update(engine, 1, name=f"other {number}")
-    with pytest.raises(AdapterMissingError, match="'policy' is not there: rank 0: .*short-lived"):
+    with pytest.raises(AdapterMissingError, match=r"'policy' is not there: rank 0: .*short-lived"):
         answers(engine, request)
     for name in ("adapter 1", "adapter 2"):  # not the base: vLLM's CPU kernel adds the last slot to it
         assert engine.ask(name)[name] == engine.before[name]

@@ -45,6 +45,8 @@ class Worker:
             self.manager.activate_adapter(request.lora_int_id)
 
     def add_adapter(self, request: Any) -> None:
+        if request.lora_int_id in self.manager.list_adapters() and not request.load_inplace:
+            return
         made = self._load_adapter(request)
         self.manager.remove_adapter(made.id)
         if len(self.manager) + 1 > self.manager.capacity:
@@ -376,6 +378,55 @@ def test_requests_that_run_outlive_their_adapter(
             adapters.admit(running, [9])
         adapters.worker_manager._apply_adapters({running})
         assert in_slot(manager, 9) == 40
+
+
+def test_a_step_reads_no_file(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
+    """Its requests were let in for what was read then; ranks that read again at their own moments would differ."""
+    path = folder(adapters, tmp_path / "a", 40)
+    running = request("policy", 9, path)
+    ask(adapters, running, times=1)
+    folder(adapters, tmp_path / "a", 50)
+    manager.remove_adapter(9)  # as by eviction
+    adapters.worker_manager._apply_adapters({running})
+    assert in_slot(manager, 9) == 40 and adapters.worker_manager.read == [path]
+
+
+def test_to_let_a_request_in_changes_no_books(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
+    """Else a rank that cannot read the adapter would keep others than the rest, and running ones would be evicted."""
+    before, slots = list(seams.registered(manager)), seams.slots(manager)
+    for number in range(30, 40):
+        adapters.admit(request(f"a {number}", number, folder(adapters, tmp_path / f"{number}", number)), [])
+        with pytest.raises(FileNotFoundError):
+            adapters.admit(request("b", 50, "/nowhere"), [])
+        assert list(seams.registered(manager)) == before and seams.slots(manager) == slots
+    assert adapters.held() == [], "those that nobody waits for are let go"
+
+
+@pytest.mark.parametrize("by", ["add_lora", "a request"])
+def test_another_adapter_under_the_id_of_one_that_was_removed(
+    adapters: Adapters, manager: Any, tmp_path: Path, by: str
+) -> None:
+    """Though a request of the removed one runs on, which has brought it back."""
+    stage(adapters, "policy", 9, 40)
+    adapters.commit("policy")
+    old = request("policy", 9)
+    adapters.admit(old, [])
+    adapters.worker_manager.remove_adapter(9)
+    adapters.worker_manager._apply_adapters({old})
+    assert in_slot(manager, 9) == 40
+    new = request("other", 9, folder(adapters, tmp_path / "a", 60))
+    if by == "add_lora":
+        adapters.worker_manager.add_adapter(new)
+    ask(adapters, new)
+    assert in_slot(manager, 9) == 60 and adapters.held() == [9]
+
+
+def test_load_inplace_counts_when_it_was_read(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
+    adapters.worker_manager.add_adapter(request("policy", 9, folder(adapters, tmp_path / "a", 40)))
+    other = request("policy", 9, folder(adapters, tmp_path / "b", 50), inplace=True)
+    assert adapters.admit(other, []), "it is to be read, and that may fail"
+    ask(adapters, other)
+    assert in_slot(manager, 9) == 50
 
 
 def test_adapters_that_leave_do_not_pile_up(adapters: Adapters, manager: Any) -> None:

@@ -27,6 +27,7 @@ def admitted(why: str | None = None, changed: bool = False, held: tuple[int, ...
 class Request:
     def __init__(self, request_id: str, lora: Any = None, client: int = 0) -> None:
         self.request_id, self.lora_request, self.client_index = request_id, lora, client
+        self.num_computed_tokens = 0
 
     def is_finished(self) -> bool:
         return False
@@ -197,6 +198,29 @@ def test_a_question_that_fails_ends_no_core(core: Any) -> None:
 )
 def test_the_rank_with_the_deepest_cause_shows(statuses: list[Any], message: str) -> None:
     assert door.verdict(statuses).error == message
+
+
+@pytest.mark.parametrize(("status", "runs"), [(MISSING, True), (ASLEEP, False), (OFFLOADED, False)])
+def test_with_a_warning_nothing_runs_in_memory_that_is_not_there(core: Any, status: Any, runs: bool) -> None:
+    core.lora_reload.warn_only = True
+    core.model_executor.collective_rpc("sleep")
+    core.model_executor.answers[ASK] = [status]
+    if runs:
+        core.add_request(Request("a"))
+        assert list(core.scheduler.requests) == ["a"]
+    else:
+        assert status["error"] in refusal(core, Request("a"))
+
+
+def test_those_that_wait_while_an_adapter_is_swapped_begin_anew(core: Any) -> None:
+    """Their marks are those of the weights before, which have cached prefixes."""
+    first, second, base = Request("a", LORA), Request("b", LORA), Request("c")
+    for request in (first, second, base):
+        core.add_request(request)
+    second.num_computed_tokens = 5
+    core.model_executor.collective_rpc("lora_reload_commit_adapter")
+    assert first.skip_reading_prefix_cache and not hasattr(second, "skip_reading_prefix_cache")
+    assert not hasattr(base, "skip_reading_prefix_cache")
 
 
 def test_an_adapters_own_trouble_shows_before_another_ranks() -> None:
