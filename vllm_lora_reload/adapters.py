@@ -78,6 +78,7 @@ class Adapters:
     versions: dict[str, int] = field(default_factory=dict)
     _forgotten: int = 0  # the highest version that was forgotten
     _highest: int = _FIRST_NUMBER - 1  # id that an adapter has or had
+    _lent: bool = False  # for the length of a `with_modules` block
     _modules: Any = None  # what vLLM's manager has not got while it must not write
     _sources: dict[int, Source] = field(default_factory=dict)
     _without_files: dict[int, Any] = field(default_factory=dict)
@@ -237,8 +238,7 @@ class Adapters:
             removed = number in self._removed  # what is held serves requests that were let in before, not this one
             adapter = self.worker_manager._load_adapter(request)
             if not self.merged(adapter):
-                with self.with_modules():
-                    seams.merge_packed_modules(self.manager, adapter)
+                seams.merge_packed_modules(self.manager, adapter)
             with self.with_modules():
                 self._dry_run(0, adapter, strict=False)
             if removed and number in registered:
@@ -303,14 +303,16 @@ class Adapters:
 
     @contextmanager
     def with_modules(self) -> Iterator[None]:
-        """For what looks at wrappers but does not write to them."""
-        if not self.unmapped:
+        """For what looks at wrappers but does not write to them. Such blocks may lie in one another."""
+        if not self.unmapped or self._lent:
             yield
             return
         seams.give_modules(self.manager, self._modules)
+        self._lent = True
         try:
             yield
         finally:
+            self._lent = False
             self._modules = seams.take_modules(self.manager)
 
     def put_back(self) -> None:

@@ -391,6 +391,20 @@ def test_a_step_reads_no_file(adapters: Adapters, manager: Any, tmp_path: Path) 
     assert in_slot(manager, 9) == 40 and adapters.worker_manager.read == [path]
 
 
+def test_a_request_is_let_in_while_slots_are_unmapped(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
+    wrappers = dict(manager.modules)
+    adapters.slept()
+    running = request("policy", 9, folder(adapters, tmp_path / "a", 40))
+    adapters.admit(running, [])
+    with adapters.with_modules(), adapters.with_modules():
+        assert manager.modules == wrappers
+    assert manager.modules == {}
+    adapters.woke()
+    assert manager.modules == wrappers
+    adapters.worker_manager._apply_adapters({running})
+    assert in_slot(manager, 9) == 40
+
+
 def test_to_let_a_request_in_changes_no_books(adapters: Adapters, manager: Any, tmp_path: Path) -> None:
     """Else a rank that cannot read the adapter would keep others than the rest, and running ones would be evicted."""
     before, slots = list(seams.registered(manager)), seams.slots(manager)

@@ -214,7 +214,7 @@ def test_with_a_warning_nothing_runs_in_memory_that_is_not_there(core: Any, stat
 
 def test_those_that_wait_while_an_adapter_is_swapped_begin_anew(core: Any) -> None:
     """Their marks are those of the weights before, which have cached prefixes."""
-    first, second, base = Request("a", LORA), Request("b", LORA), Request("c")
+    first, second, base = Request("a", lora(3)), Request("b", lora(3)), Request("c")
     for request in (first, second, base):
         core.add_request(request)
     second.num_computed_tokens = 5
