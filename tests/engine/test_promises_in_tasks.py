@@ -186,6 +186,9 @@ class Tasks:
                 self.dice.note(f"remove_lora({name}, {known.lora_int_id})")
                 with self.facts.changing(known.lora_int_id, None):
                     await self.engine.remove_lora(known.lora_int_id)
+                # A request that somebody kept has vLLM read its files again.
+                files = {each for each, folder in self.versions.folders.items() if str(folder) == known.lora_path}
+                self.facts.weights[known.lora_int_id] |= files
                 if dice.random() < 0.5:
                     await self.add(name, weights)
             elif known:
