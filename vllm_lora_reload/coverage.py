@@ -186,7 +186,8 @@ class FirstLoad:
             if tensor is not None
         ]
         # Online quantization builds parameters on the meta device and makes them real while it loads.
-        self.modules = {module for module, _, tensor in tensors if tensor.is_meta}
+        self.unbuilt = [(module, name, tensor.nbytes) for module, name, tensor in tensors if tensor.is_meta]
+        self.modules = {module for module, _, _ in self.unbuilt}
         self.identities = Identities()
         self.owners = [
             (module, name, self.identities.of(tensor)) for module, name, tensor in tensors if not tensor.is_meta
@@ -208,6 +209,8 @@ class FirstLoad:
             if key in self.written:
                 self.modules.add(module)
                 self.brought.setdefault(module, {})[name] = self.written[key]
+        for module, name, nbytes in self.unbuilt:
+            self.brought.setdefault(module, {})[name] = nbytes
 
     @contextmanager
     def processing(self) -> Iterator[None]:
@@ -230,7 +233,7 @@ class FirstLoad:
     @property
     def known(self) -> bool:
         """Whether anything was seen; not so with dummy weights, or a loader that writes on its own."""
-        return bool(self.modules)
+        return bool(self.written)
 
 
 class Coverage:

@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -1000,11 +1000,14 @@ def unmapping_noticed(vllm_config: Any) -> Iterator[Callable[[], bool]]:
 
 
 def pool_watched(
-    vllm_config: Any, unmapping: Callable[[int], AbstractContextManager[None]], mapped: Callable[[], None]
+    vllm_config: Any,
+    unmapping: Callable[[int, set[str]], AbstractContextManager[None]],
+    mapped: Callable[[set[str]], None],
 ) -> Callable[[], None]:
-    """From now on, whoever asks vLLM's allocator to unmap the weights pool does so in ``unmapping(level)``.
+    """From now on, whoever asks vLLM's allocator to unmap pools does so in ``unmapping(level, pools)``.
 
-    Frameworks drive the allocator themselves, without the worker. ``mapped()`` is called when the pool is mapped again.
+    Frameworks drive the allocator themselves, without the worker. ``mapped(pools)`` is called when they are mapped
+    again. The pools are ``weights`` and ``kv_cache``.
 
     Returns:
         What ends this.
@@ -1029,17 +1032,18 @@ def pool_watched(
 
         hooks[name] = wrapped
 
-    def names_weights(tags: Any) -> bool:
-        return "weights" in ((tags,) if isinstance(tags, str) else tags or ())
+    every = {"weights", "kv_cache"}
+
+    def named(tags: Any) -> set[str]:
+        return every & set((tags,) if isinstance(tags, str) else tags or ())
 
     @contextmanager
     def waking(tags: Any) -> Iterator[None]:
         yield
-        if tags is None or names_weights(tags):
-            mapped()
+        mapped(every if tags is None else named(tags))
 
-    hook("sleep", lambda offloaded: unmapping(1 if names_weights(offloaded) else 2))
-    hook("discard", lambda tags: unmapping(2) if names_weights(tags) else nullcontext())
+    hook("sleep", lambda offloaded: unmapping(1 if "weights" in named(offloaded) else 2, every))
+    hook("discard", lambda tags: unmapping(2, named(tags)))
     hook("wake_up", waking)
     vars(allocator).update(hooks)
 

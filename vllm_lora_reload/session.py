@@ -254,7 +254,11 @@ class WorkerState:
         if keeper is None or self.has_to_load:
             return False
         complete = self.lifecycle.state is State.COMPLETE and self._depth == 0
-        holds = complete and self._all_on_device and self._checkpoint_unchanged() and keeper.holds()
+        try:  # whatever a rank lacks, it has to take part in the decision
+            holds = complete and self._all_on_device and self._checkpoint_unchanged() and keeper.holds()
+        except Exception:
+            logger.exception("What memory holds could not be compared with the snapshot")
+            holds = False
         return seams.true_on_all_ranks(holds)
 
     def nothing_to_load(self) -> None:
@@ -293,7 +297,11 @@ class WorkerState:
 
     def woke(self, reset: Callable[[], None]) -> None:
         """The weights pool is mapped again: bring back all that a load does not, LoRA state with `reset`."""
-        self.mapped(reset)
+        try:
+            self.mapped(reset)
+        except BaseException:  # no memory for what LoRA needs, say
+            self.absent()
+            raise
         if self.settings.adapters == "keep":
             self.adapters.read_changed()
 

@@ -78,10 +78,12 @@ class LoRAReloadWorker:
             self._in_own_call = False
 
     @contextmanager
-    def _unmapping(self, level: int) -> Iterator[None]:
-        """Around what unmaps the weights pool: not through `sleep` if a framework drives the allocator itself."""
+    def _unmapping(self, level: int, pools: set[str]) -> Iterator[None]:
+        """Around what unmaps memory: not through `sleep` if a framework drives the allocator itself."""
         state = self.lora_reload
-        if self._in_own_call or state.lifecycle.asleep:
+        if not self._in_own_call and "kv_cache" in pools:
+            state.lifecycle.cache_slept(level)
+        if self._in_own_call or state.lifecycle.asleep or "weights" not in pools:
             yield
             return
         self._end_transfer(level)
@@ -99,10 +101,12 @@ class LoRAReloadWorker:
         finally:
             state.settle()
 
-    def _mapped(self) -> None:
-        """The weights pool is mapped again; by `wake_up`, which then goes on, or not."""
+    def _mapped(self, pools: set[str]) -> None:
+        """Memory is mapped again; by `wake_up`, which then goes on, or not."""
         state = self.lora_reload
-        if not self._in_own_call and state.lifecycle.asleep:
+        if not self._in_own_call and "kv_cache" in pools:
+            state.lifecycle.cache_woke()
+        if not self._in_own_call and "weights" in pools and state.lifecycle.asleep:
             seams.take_saved_buffers(self)
             state.mapped(self.model_runner.reset_lora_state)
             state.settle()

@@ -42,5 +42,5 @@ class Block(nn.Module):
 def nothing_to_load(model: nn.Module) -> FirstLoad:
     """A load at start-up that was watched and wrote nothing, so that a load that brings nothing is complete."""
     first = FirstLoad(model)
-    first.modules = {model}
+    first.modules, first.written = {model}, {0: 0}
     return first

@@ -221,17 +221,40 @@ def test_layer_built_on_meta_is_waited_for_as_a_whole() -> None:
     model = Model().requires_grad_(False)
     model.fused = nn.Linear(4, 6, bias=False, device="meta")
     first = FirstLoad(model)
+    assert not first.known, "with dummy weights it stays so"
     with first.recording():
         model.fused.weight = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        model.load("norm")
     coverage = Coverage(model, first)
     coverage.lose()
-    assert coverage.missing() == ["fused.weight"]
+    assert coverage.missing() == ["fused.weight", "norm.weight"]
     with coverage.recording():
-        model.load("a")
+        model.load("a", "norm")
     assert coverage.missing() == ["fused.weight"]
     with coverage.recording():
         model.load("b")
     assert coverage.missing() == []
+
+
+@pytest.mark.parametrize("shards", [("a",), ("a", "b")])
+def test_layer_built_on_meta_is_not_there_with_one_shard(shards: tuple[str, ...]) -> None:
+    """A layerwise reload makes it anew, with unset memory, and copies all of that over what runs."""
+    model = Model().requires_grad_(False)
+    model.fused = nn.Linear(4, 6, bias=False, device="meta")
+    first = FirstLoad(model)
+    with first.recording():
+        model.fused.weight = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        model.load("norm")
+    coverage = Coverage(model, first)
+    coverage.lose()
+    running = model.fused.weight
+    with coverage.recording(anew=True):
+        model.fused.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
+        coverage.carry_over(model.fused, {"weight": running})
+        model.load(*shards, "norm")
+        running.data.copy_(model.fused.weight)
+        model.fused.weight = running
+    assert coverage.missing() == ([] if shards == ("a", "b") else ["fused.weight"])
 
 
 class Derives(nn.Module):

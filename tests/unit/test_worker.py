@@ -467,9 +467,34 @@ def test_a_pool_that_others_offload(worker: Any, log: Log, allocator: Allocator,
     assert log == ["adapters.put_pending"] and worker.lora_reload_status() == COMPLETE
 
 
-def test_another_pool_is_none_of_ours(worker: Any, log: Log, allocator: Allocator) -> None:
+def test_others_may_give_up_the_cache_alone(worker: Any, log: Log, allocator: Allocator) -> None:
+    """A request would reach memory that is not there, or wait for a wake-up that has been."""
     allocator.discard(["kv_cache"])
+    assert log == [] and "the KV cache sleeps" in worker.lora_reload_status()["error"]
+    allocator.wake_up(["kv_cache"])
     assert log == [] and worker.lora_reload_status() == COMPLETE
+    allocator.sleep("weights")
+    allocator.wake_up(["weights"])
+    assert "the KV cache sleeps" in worker.lora_reload_status()["error"]
+    worker.sleep(1)
+    allocator.wake_up()
+    assert worker.lora_reload_status() == COMPLETE
+
+
+def test_a_rank_that_cannot_put_back_takes_part_in_what_others_decide(
+    worker: Any, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory for the logits mapping, say: the others would wait for it in their next decision."""
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("full")
+
+    worker.sleep(2)
+    monkeypatch.setattr(worker.model_runner, "reset_lora_state", full)
+    log.take()
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.wake_up()
+    assert log[-1] == "adapters.absent" and worker.lora_reload_status()["state"] == "missing"
 
 
 def test_the_worker_s_own_sleep_is_noted_once(worker: Any, log: Log, allocator: Allocator) -> None:
