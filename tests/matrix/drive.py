@@ -227,7 +227,7 @@ def start_with_dummy_weights(case: Case) -> None:
         if other.worker.lora_reload_status()["error"]:
             raise RuntimeError("dummy weights are refused, with which engines are measured")
         other.worker.sleep(2)
-        other.worker.wake_up(["weights"])
+        other.worker.wake_up(["weights", "kv_cache"])
         for start in range(0, len(weights), 5):
             error = other.worker.lora_reload_status()["error"]
             if not error or "reload_weights" in error:
