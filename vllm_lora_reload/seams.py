@@ -6,6 +6,7 @@ missing; it runs only in engines with LoRA.
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import functools
@@ -147,20 +148,35 @@ def as_request_error(error: type[Exception]) -> type[Exception]:
     return type(error.__name__, (error, client_error), {}) if client_error else error
 
 
+class _Marks(abc.ABC):
+    """Mixed in before the client by which a front end sends requests. An ABC like it."""
+
+    lora_reload_mark: Callable[[Any], None]
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload_mark(request)
+        return super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+
+
+class _MarksAsync(abc.ABC):
+    """The same for one that sends them from an event loop."""
+
+    lora_reload_mark: Callable[[Any], None]
+
+    async def add_request_async(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.lora_reload_mark(request)
+        return await super().add_request_async(request, *args, **kwargs)  # type: ignore[misc]
+
+
 def requests_marked(engine: Any, mark: Callable[[Any], None]) -> None:
-    """Call ``mark(request)`` for every ``EngineCoreRequest`` that a front end sends, from now on."""
-    core = engine.engine_core
-    name = "add_request_async" if hasattr(core, "add_request_async") else "add_request"
-    if name == "add_request_async" and not inspect.iscoroutinefunction(engine.add_request):
-        name = "add_request"
-    send = getattr(core, name)
+    """Call ``mark(request)`` for every ``EngineCoreRequest`` that a front end sends, from now on.
 
-    @functools.wraps(send)
-    def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
-        mark(request)
-        return send(request, *args, **kwargs)
-
-    setattr(core, name, add_request)
+    By its class, not by a function of its own, which would keep it: vLLM freezes what the garbage collector looks at.
+    """
+    client = engine.engine_core
+    sends_async = hasattr(client, "add_request_async") and inspect.iscoroutinefunction(engine.add_request)
+    client.lora_reload_mark = mark
+    extend(client, _MarksAsync if sends_async else _Marks)
 
 
 def refuse_lora(missing: SeamMissingError) -> None:

@@ -2,7 +2,9 @@
 
 import abc
 import asyncio
+import gc
 import inspect
+import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +55,23 @@ class Processor:
         return bool(self.request_states)
 
 
+class CoreClient(abc.ABC):  # noqa: B024 - as vLLM's is one
+    """By which requests are sent to the core."""
+
+    def __init__(self, aborted: list[str], sent: list[Any]) -> None:
+        self.aborted, self.sent = aborted, sent
+
+    def abort_requests(self, ids: list[str]) -> None:
+        self.aborted += ids
+
+    def add_request(self, request: Any) -> str:
+        self.sent.append(request)
+        return "sent"
+
+    async def add_request_async(self, request: Any) -> str:
+        return self.add_request(request)
+
+
 class Engine:
     """An offline front end; its core answers what `outputs` holds."""
 
@@ -65,7 +84,7 @@ class Engine:
         self.calls: list[str] = []
         self.statuses: list[Any] = [COMPLETE]
         self.error: Exception | None = None
-        self.engine_core: Any = SimpleNamespace(abort_requests=self.aborted.extend, add_request=self.calls.append)
+        self.engine_core: Any = CoreClient(self.aborted, self.calls)
 
     def add_request(self, request_id: str, n: int = 1) -> str:
         parent = SimpleNamespace(request_id=request_id)
@@ -98,7 +117,9 @@ class EngineClient(abc.ABC):  # noqa: B024
 class AsyncEngine(EngineClient):
     def __init__(self) -> None:
         self.vllm_config, self.output_processor = Engine.vllm_config, Processor()
-        self.engine_core: Any = SimpleNamespace(add_request=None)
+        self.engine_core: Any = CoreClient([], [])
+
+    async def add_request(self) -> None: ...
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> str:
         return f"slept {level} {mode}"
@@ -249,6 +270,31 @@ def test_marks_of_new_weights() -> None:
     guard.mark(text)
     assert text.cache_salt == version and text.mm_features is None
     guard.mark(SimpleNamespace(lora_request=None, cache_salt=None, mm_features=None))
+
+
+def test_requests_are_marked_once_and_their_client_is_not_kept() -> None:
+    """vLLM freezes what the garbage collector looks at: a client in a circle would keep its engine for ever."""
+
+    class Async:
+        engine_core: Any
+
+        async def add_request(self) -> None: ...
+
+    for engine, name in ((Engine(), "add_request"), (Async(), "add_request_async")):
+        sent: list[Any] = []
+        marked: list[Any] = []
+        engine.engine_core = CoreClient([], sent)
+        seams.requests_marked(engine, marked.append)
+        done = getattr(engine.engine_core, name)("a request")
+        assert (asyncio.run(done) if name == "add_request_async" else done) == "sent"
+        assert marked == sent == ["a request"]
+        kept = weakref.ref(engine.engine_core)
+        gc.disable()
+        try:
+            del engine.engine_core
+            assert kept() is None
+        finally:
+            gc.enable()
 
 
 MIXINS = [

@@ -1,5 +1,6 @@
 """The entry point: light to import, idempotent, and nothing where LoRA is off."""
 
+import abc
 import importlib.metadata
 import itertools
 import os
@@ -32,6 +33,10 @@ class Part:
     """Of an engine."""
 
 
+class Client(abc.ABC):  # noqa: B024 - as vLLM's is one
+    """By which requests are sent to the core."""
+
+
 def _light_init(self: Any, vllm_config: Any) -> None:
     self.vllm_config = vllm_config
 
@@ -43,7 +48,7 @@ def _light_core(self: Any, vllm_config: Any) -> None:
 
 def _light_engine(self: Any, vllm_config: Any) -> None:
     self.vllm_config, self.output_processor = vllm_config, Part()
-    self.engine_core = SimpleNamespace(add_request=None, add_request_async=None)
+    self.engine_core = Client()
 
 
 @pytest.fixture(autouse=True)
