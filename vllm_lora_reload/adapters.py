@@ -487,10 +487,7 @@ class Adapters:
         number = staged.adapter.id
         before = seams.registered(self.manager).get(number)
         active = number in seams.slots(self.manager)
-        tables: tuple[dict[int, Any], ...] = (
-            *(self._sources, self._without_files, self._homes, self.broken),
-            self._held,
-        )
+        tables: list[dict[int, Any]] = [self._sources, self._without_files, self._homes, self.broken, self._held]
         entries = [table.get(number) for table in tables]
 
         def undo() -> None:

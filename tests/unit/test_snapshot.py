@@ -1307,6 +1307,21 @@ def test_closed_while_asleep(tmp_path: Path, pace: SimpleNamespace) -> None:
     assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
 
 
+def close_at(folder: Path, reached: threading.Event, go: threading.Event) -> None:
+    """Close a keeper when its writer has `reached` a point, at which it waits for `go`."""
+    worker = Worker(folder)
+    worker.tensors["more"] = torch.zeros(1 << 16)
+    worker.start()
+    assert reached.wait(10)
+    closing = threading.Thread(target=worker.keeper.close)
+    closing.start()
+    while not worker.keeper._job.cancel.is_set():  # type: ignore[union-attr]
+        time.sleep(0.001)
+    go.set()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
 def test_closed_while_it_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shutdown does not wait for the rest of the file, of which nothing is left."""
     reached, go, blocks = threading.Event(), threading.Event(), []
@@ -1324,17 +1339,8 @@ def test_closed_while_it_is_read_back(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(snapshot, "BLOCK_BYTES", 8192)
     monkeypatch.setattr(snapshot, "digest_of_blocks", slow)
-    worker = Worker(tmp_path)
-    worker.tensors["more"] = torch.zeros(1 << 16)
-    worker.start()
-    assert reached.wait(10)
-    closing = threading.Thread(target=worker.keeper.close)
-    closing.start()
-    while not worker.keeper._job.cancel.is_set():  # type: ignore[union-attr]
-        time.sleep(0.001)
-    go.set()
-    closing.join(10)
-    assert not closing.is_alive() and len(blocks) == 1
+    close_at(tmp_path, reached, go)
+    assert len(blocks) == 1
     assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
 
 
@@ -1360,17 +1366,8 @@ def test_closed_while_it_is_written(tmp_path: Path, direct: bool, monkeypatch: p
     monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append(fd) or flush(fd))
     monkeypatch.setattr(fcntl, "fcntl", no_direct)
     monkeypatch.setattr(snapshot, "_PART", 8192)
-    worker = Worker(tmp_path)
-    worker.tensors["more"] = torch.zeros(1 << 16)
-    worker.start()
-    assert reached.wait(10)
-    closing = threading.Thread(target=worker.keeper.close)
-    closing.start()
-    while not worker.keeper._job.cancel.is_set():  # type: ignore[union-attr]
-        time.sleep(0.001)
-    go.set()
-    closing.join(10)
-    assert not closing.is_alive() and len(parts) == 3 and max(parts) <= 8192
+    close_at(tmp_path, reached, go)
+    assert len(parts) == 3 and max(parts) <= 8192
     assert len(flushed) == (0 if direct else 3)
     assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
 
